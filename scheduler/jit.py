@@ -1,0 +1,164 @@
+"""How trilane compiles: one place for the flags and for the on-disk cache.
+
+Every nopython function of the project is made by :func:`compiled` or :func:`native`, so that no kernel can
+be built with fast-math or with a stale helper. The file is a leaf: it knows no kernel and no decision, and
+both sides may import it.
+
+Numba's own cache looks at the file of the cached function alone, so an edit of a helper in another file would
+go unnoticed. Ours is stamped with a hash of that file and of every file of the package that it imports.
+"""
+
+from __future__ import annotations
+
+import ast
+import functools
+import hashlib
+import os
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numba
+import platformdirs
+from numba import config as numba_config
+from numba.core import caching, sigutils
+from numba.core.ccallback import CFunc
+
+FLAGS = {"nogil": True, "fastmath": False, "error_model": "numpy"}
+
+
+PACKAGE = "trilane"
+_HERE = Path(__file__).resolve().parent
+_ROOT = _HERE if (_HERE / "cpu_kernels").is_dir() else _HERE.parent  # installed wheel, or a checkout
+
+
+def _source_file(module: str) -> Path | None:
+    """The file of a module of this package, or None (another package, or a name that is no module)."""
+    package, _, rest = module.partition(".")
+    if package != PACKAGE or not rest:
+        return None
+    folder, _, name = rest.partition(".")
+    path = _ROOT / folder / f"{name}.py" if name else _HERE / f"{folder}.py"
+    return path if path.is_file() else None
+
+
+def _imported_modules(module: str, source: bytes) -> Iterator[str]:
+    """Absolute names of everything ``source`` imports (some are names inside a module; those have no file)."""
+    parent = module.rpartition(".")[0]
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            base = ".".join(filter(None, (parent if node.level else "", node.module)))
+            yield base
+            yield from (f"{base}.{alias.name}" for alias in node.names)
+
+
+@functools.cache
+def module_stamp(module: str) -> str:
+    """Hash of a module's source and of all sources of this package that it imports, however indirectly."""
+    seen: dict[str, bytes] = {}
+    queue = [module]
+    while queue:
+        name = queue.pop()
+        path = None if name in seen else _source_file(name)
+        if path is not None:
+            seen[name] = path.read_bytes()
+            queue.extend(_imported_modules(name, seen[name]))
+    digest = hashlib.blake2b(digest_size=16)
+    for name in sorted(seen):
+        digest.update(name.encode() + b"\0" + seen[name])
+    return digest.hexdigest()
+
+
+def cache_folder() -> Path:
+    """Where compiled code is kept: ``$NUMBA_CACHE_DIR`` if set, else the user's cache folder."""
+    base = Path(numba_config.CACHE_DIR) if numba_config.CACHE_DIR else Path(platformdirs.user_cache_dir(PACKAGE))
+    return base / "compiled"
+
+
+class _PackageLocator(caching._CacheLocator):
+    """Locates the cache by the hash of a module and of what it imports, not by one file's time stamp."""
+
+    def __init__(self, py_func: Callable[..., Any], py_file: str) -> None:
+        self._py_file = py_file
+        self._lineno = py_func.__code__.co_firstlineno
+        self._module = py_func.__module__
+
+    def get_cache_path(self) -> str:
+        return str(cache_folder())
+
+    def get_source_stamp(self) -> str:
+        return module_stamp(self._module)
+
+    def get_disambiguator(self) -> str:
+        return f"{self._module}-{self._lineno}"
+
+    @classmethod
+    def from_function(cls, py_func: Callable[..., Any], py_file: str) -> _PackageLocator | None:
+        if _source_file(py_func.__module__) is None:
+            return None  # a test or a script: its imports cannot be followed, so it is not cached
+        locator = cls(py_func, py_file)
+        try:
+            locator.ensure_cache_path()
+        except OSError:
+            return None
+        return locator
+
+
+class _PackageCacheImpl(caching.CompileResultCacheImpl):
+    _locator_classes = [_PackageLocator]
+
+
+class _PackageCache(caching.FunctionCache):
+    _impl_class = _PackageCacheImpl
+
+
+def _cached(dispatcher: Any, fn: Callable[..., Any]) -> None:
+    """Give a dispatcher the package cache; without a writable folder it compiles each time."""
+    if os.environ.get("TRILANE_NO_CACHE"):
+        return
+    try:
+        dispatcher._cache = _PackageCache(fn)
+    except RuntimeError:  # numba's word for "no locator available"
+        return
+
+
+def compiled(fn: Callable[..., Any] | None = None, *, inline: bool = False) -> Any:
+    """Compile ``fn`` in nopython mode, without the GIL and without fast-math.
+
+    Parameters
+    ----------
+    fn : callable
+        A function in Numba's subset.
+    inline : bool
+        Inline it at every call (small helpers of kernels); such a function is not cached by itself.
+
+    Returns
+    -------
+    dispatcher, or ``fn`` itself where ``NUMBA_DISABLE_JIT`` is set.
+    """
+    if fn is None:
+        return functools.partial(compiled, inline=inline)
+    if numba_config.DISABLE_JIT:
+        return fn
+    if inline:
+        return numba.njit(inline="always", **FLAGS)(fn)
+    dispatcher = numba.njit(**FLAGS)(fn)
+    _cached(dispatcher, fn)
+    return dispatcher
+
+
+def native(signature: Any) -> Callable[[Callable[..., Any]], Any]:
+    """Compile a function with a C signature; its ``.address`` can be called from other compiled code.
+
+    The result is compiled when it is decorated, so decorate on demand (inside a factory).
+    """
+
+    def decorate(fn: Callable[..., Any]) -> Any:
+        result = CFunc(fn, sigutils.normalize_signature(signature), locals={}, options=dict(FLAGS))
+        _cached(result, fn)
+        result.compile()
+        return result
+
+    return decorate
