@@ -16,6 +16,7 @@ import hashlib
 import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import FunctionType
 from typing import Any
 
 import numba
@@ -43,7 +44,7 @@ def _source_file(module: str) -> Path | None:
 
 
 def _imported_modules(module: str, source: bytes) -> Iterator[str]:
-    """Absolute names of everything ``source`` imports (some are names inside a module; those have no file)."""
+    """Absolute names of all that ``source`` imports (some are names inside a module and have no file)."""
     parent = module.rpartition(".")[0]
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.Import):
@@ -73,8 +74,7 @@ def module_stamp(module: str) -> str:
 
 def cache_folder() -> Path:
     """Where compiled code is kept: ``$NUMBA_CACHE_DIR`` if set, else the user's cache folder."""
-    base = Path(numba_config.CACHE_DIR) if numba_config.CACHE_DIR else Path(platformdirs.user_cache_dir(PACKAGE))
-    return base / "compiled"
+    return Path(numba_config.CACHE_DIR or platformdirs.user_cache_dir(PACKAGE)) / "compiled"
 
 
 class _PackageLocator(caching._CacheLocator):
@@ -112,6 +112,22 @@ class _PackageCacheImpl(caching.CompileResultCacheImpl):
 
 class _PackageCache(caching.FunctionCache):
     _impl_class = _PackageCacheImpl
+
+    def _index_key(self, sig: Any, codegen: Any) -> tuple[Any, ...]:
+        """Numba's key, but with closures described by what they hold: it pickles them, and a pickled
+        dispatcher differs from process to process, so functions made by factories would never be found."""
+        return (sig, codegen.magic_tuple(), _describe(self._py_func))
+
+
+def _describe(value: Any) -> str:
+    """A text that tells two functions of one factory apart: code and, recursively, what the closure holds."""
+    fn = getattr(value, "py_func", None) or getattr(value, "_defn", None) or getattr(value, "_pyfunc", None)
+    fn = fn or (value if isinstance(value, FunctionType) else None)
+    if fn is None:
+        return repr(value)
+    cells = ",".join(_describe(cell.cell_contents) for cell in fn.__closure__ or ())
+    code = hashlib.blake2b(fn.__code__.co_code, digest_size=8).hexdigest()
+    return f"{fn.__module__}.{fn.__qualname__}:{code}({cells})"
 
 
 def _cached(dispatcher: Any, fn: Callable[..., Any]) -> None:
