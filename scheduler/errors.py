@@ -3,7 +3,7 @@
 The tree::
 
     TrilaneError
-    +-- ConfigError   (ValueError)    an option that is unknown, of a wrong type or impossible; holds all of them
+    +-- ConfigError   (ValueError)    options that are unknown, of a wrong type or impossible; all of them
     +-- StoreError    (ValueError)    expert weights that cannot be taken in: format, shape, memory
     +-- RoutingError  (ValueError)    expert ids or layer numbers that do not exist
     +-- ArrayError    (ValueError)    an array of a wrong shape, type, layout or device
@@ -137,7 +137,7 @@ def did_you_mean(word: str, choices: Iterable[str]) -> str:
 def fault_text(thing: str, value: object, rule: str, remedy: str) -> str:
     """The text of an error: the thing, its value, the rule, the remedy.
 
-    >>> fault_text("layer", 9, "must be below 4", "pass one of the store's layers")
-    'layer is 9, but must be below 4: pass one of the store\\'s layers.'
+    >>> fault_text("layer", 9, "must be below 4", "pass a layer of the store")
+    'layer is 9, but must be below 4: pass a layer of the store.'
     """
     return f"{thing} is {value!r}, but {rule}: {remedy}."
