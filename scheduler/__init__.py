@@ -1,8 +1,8 @@
 """trilane: a bandwidth-adaptive scheduler for offloaded mixture-of-experts models.
 
-The weights of the experts live in host memory; a device holds slots for some of them. Each expert that a step
-needs and the device lacks takes one of three lanes: it is streamed into a slot, read in place over the link, or
-computed on the CPU. The lane never changes a bit of the result.
+The weights of the experts live in host memory; a device holds slots for some of them. Each expert that a
+step needs and the device lacks takes one of three lanes: it is streamed into a slot, read in place over the
+link, or computed on the CPU. The lane never changes a bit of the result.
 
 Public names load when they are first used: ``import trilane`` imports neither numba nor a GPU library.
 """

@@ -1,0 +1,39 @@
+"""What every test shares: the settings of hypothesis, and the rule that a skip must name what is missing."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, settings
+
+# A skip is fine where the machine lacks a part. Any other reason could hide a test that runs nowhere.
+ALLOWED_SKIPS = ("needs avx512", "needs avx2", "needs linux", "needs two cpus", "needs ggml", "needs a gpu")
+
+# Compiling takes seconds, so a deadline says nothing; the same examples every time, so a failure is a change.
+settings.register_profile(
+    "trilane", deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow], database=None
+)
+settings.load_profile("trilane")
+
+_bad_skips: list[str] = []
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item: pytest.Item, call: Any) -> Any:
+    report = yield
+    if report.skipped and not hasattr(report, "wasxfail"):
+        reason = report.longrepr[2] if isinstance(report.longrepr, tuple) else str(report.longrepr)
+        if not reason.removeprefix("Skipped: ").lower().startswith(ALLOWED_SKIPS):
+            _bad_skips.append(f"{item.nodeid}: {reason}")
+    return report
+
+
+def pytest_terminal_summary(terminalreporter: Any) -> None:
+    for line in _bad_skips:
+        terminalreporter.write_line(f"SKIPPED FOR NO ALLOWED REASON {line}", red=True)
+
+
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    if _bad_skips and session.exitstatus == pytest.ExitCode.OK:
+        session.exitstatus = pytest.ExitCode.TESTS_FAILED
