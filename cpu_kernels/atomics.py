@@ -276,8 +276,8 @@ def _no_wake(address, num_threads):
     return 0
 
 
-#: futex_wait(address, expected, timeout_ns): sleep while the low half of the int64 at ``address`` equals that of
-#: ``expected`` (little-endian machines); may return early, so look again. A negative timeout: none.
+#: futex_wait(address, expected, timeout_ns): sleep while the low half of the word at ``address`` equals that
+#: of ``expected`` (little-endian machines); may return early, so look again. A negative timeout: none.
 futex_wait = _linux_wait if FUTEX_SYSCALL else poll_wait
 #: futex_wake(address, num_threads): wake so many of those that sleep on ``address``; how many it woke.
 futex_wake = _linux_wake if FUTEX_SYSCALL else _no_wake
