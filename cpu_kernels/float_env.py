@@ -5,7 +5,7 @@ the thread that starts them; results would then depend on who called. The mode l
 thread: MXCSR on x86, FPCR on ARM. Elsewhere the functions do nothing.
 
 A compiler does not know that this register matters and may move float operations across a write to it. Set
-the mode only around a call that it cannot look into: :func:`call_exactly` (an indirect call) in compiled code,
+the mode only around a call that it cannot look into: :func:`call_exactly` (an indirect call) in compiled code
 or :func:`exact_floats` in Python, around calls of compiled functions. Never in the function that computes.
 """
 
