@@ -179,12 +179,12 @@ class Emitter:
     def pointer(self, address: V, t: ir.Type) -> Any:
         return self.builder.inttoptr(address.ir, t.as_pointer())
 
-    def load(self, t: Any, address: V) -> V:
-        """Read a scalar or vector from an address of any alignment."""
-        return V(self, self.builder.load(self.pointer(address, _llvm_type(t)), align=1))
+    def load(self, t: Any, address: V, align: int = 1) -> V:
+        """Read a scalar or vector from an address that is a multiple of ``align`` bytes."""
+        return V(self, self.builder.load(self.pointer(address, _llvm_type(t)), align=align))
 
-    def store(self, address: V, value: V) -> None:
-        self.builder.store(value.ir, self.pointer(address, value.ir.type), align=1)
+    def store(self, address: V, value: V, align: int = 1) -> None:
+        self.builder.store(value.ir, self.pointer(address, value.ir.type), align=align)
 
     def splat(self, scalar: V, n: int) -> V:
         t = ir.VectorType(scalar.ir.type, n)
