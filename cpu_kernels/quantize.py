@@ -22,8 +22,8 @@ from trilane.cpu_kernels.formats import Float32Array, Format, UInt8Array, e8m0_h
 CHUNK_WEIGHTS = 1 << 16  # 256 KiB of float32: chunk and temporaries stay in the second-level cache
 
 F16_MAX = 65504.0
-# The largest magnitude whose scales are surely finite f16 (half of what K-quants can hold: fits may reach beyond
-# the data).
+# The largest magnitude whose scales are surely finite f16. For K-quants half of what they hold: a fit may
+# reach beyond the data.
 LARGEST_WEIGHT = {
     "q8_0": F16_MAX * 127,
     "q4_k": F16_MAX * 63 / 2,

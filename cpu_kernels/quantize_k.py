@@ -6,9 +6,9 @@ small integers times one f16 per block, and that f16 is fitted once more to the 
 minimised is the plain squared error: with activations that do not depend on the weights, that is the expected
 error of the dot product.
 
-Sums run over integers (weights are put on a grid of 2**20 steps of their range), so the compiler may vectorise
-them and yet every machine gets the same bytes. Integer scales are chosen after their f16 has been rounded, which
-keeps small weights, whose f16 are subnormal, as good as they can be.
+Sums run over integers (weights are put on a grid of 2**20 steps of their range), so the compiler may
+vectorise them and yet every machine gets the same bytes. Integer scales are chosen after their f16 has been
+rounded, which keeps small weights, whose f16 are subnormal, as good as they can be.
 """
 
 from __future__ import annotations
@@ -122,7 +122,7 @@ def _fit_q4_k(x, steps, scale, minimum):
 
 @compiled
 def _encode_q4_k(x, d, dmin, sc, m, codes, fitted):
-    """Codes of ``x`` (n, 8, 32) for given scales; ``fitted`` (n, 2) = d and dmin that suit these codes best."""
+    """Codes of ``x`` (n, 8, 32) for given scales; ``fitted`` (n, 2) = d and dmin that suit them best."""
     for b in range(x.shape[0]):
         aa, ab, bb, ax, bx = 0.0, 0.0, 0.0, 0.0, 0.0  # normal equations of x = d * (sc q) - dmin * m
         for j in range(x.shape[1]):
@@ -164,7 +164,7 @@ def _nearest_half(values: Float32Array) -> Float32Array:
 def _half_above(values: Float32Array) -> Float32Array:
     """The nearest f16 that is not smaller in magnitude (so that no multiple must be clamped), as float32."""
     half = (values + ZERO).astype(np.float16)  # + 0 makes -0 a plain 0
-    away = np.nextafter(half, np.copysign(np.float16(np.inf), values))
+    away = np.nextafter(half, np.where(values < 0, -np.inf, np.inf).astype(np.float16))
     return np.where(np.abs(half) < np.abs(values), away, half).astype(np.float32)
 
 
@@ -233,7 +233,7 @@ def _fit_q6_k(x, steps, scale):
 
 @compiled
 def _encode_q6_k(x, d, sc, codes, fitted):
-    """Codes + 32 of ``x`` (n, 16, 16) for given scales; ``fitted`` (n,) = the d that suits these codes best."""
+    """Codes + 32 of ``x`` (n, 16, 16) for given scales; ``fitted`` (n,) = the d that suits them best."""
     for b in range(x.shape[0]):
         aa, ax = 0.0, 0.0
         for j in range(x.shape[1]):
@@ -252,7 +252,7 @@ def _encode_q6_k(x, d, sc, codes, fitted):
 
 
 def _pack_codes_q6_k(codes: UInt8Array) -> UInt8Array:
-    """Codes (n, 16, 16) in 0..63 -> the 128 bytes of low nibbles and 64 of bit pairs (formats.unpack_q6_k)."""
+    """Codes (n, 16, 16) in 0..63 -> 128 bytes of low nibbles and 64 of bit pairs (formats.unpack_q6_k)."""
     halves = codes.reshape(-1, 2, 4, 32)
     low, high = halves & 15, halves >> 4
     ql = (low[:, :, :2] | low[:, :, 2:] << 4).reshape(-1, 128)
