@@ -1,0 +1,67 @@
+"""Tasks that involve every worker of a team: one call on each of them, and memory touched by all in turn."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+from numba import types
+
+from trilane.cpu_kernels.atomics import add_at, load_at
+from trilane.cpu_kernels.float_env import call_task
+from trilane.cpu_kernels.parking import wait_word
+from trilane.jit import compiled, native
+
+TASK_SIGNATURE = types.int64(types.int64, types.int64, types.int64)
+PAGE_NBYTES = 4096
+
+
+@compiled
+def _run_on_worker(block, worker):
+    """Block: arrivals, workers, function, its argument, abort address.
+
+    A worker that waits here for the others cannot take a second task, so each of them takes exactly one.
+    """
+    add_at(block, 1)
+    code = wait_word(block, load_at(block + 8), load_at(block + 32))
+    if code != 0:
+        return code
+    return call_task(load_at(block + 16), load_at(block + 24), worker, worker)
+
+
+@compiled
+def _touch_stripes(block, worker):
+    """Block: address, bytes, bytes of a stripe, workers. Adding 0 makes a page present, no more."""
+    address, nbytes, stripe, num_workers = (
+        load_at(block), load_at(block + 8), load_at(block + 16), load_at(block + 24)
+    )  # fmt: skip
+    last = address + nbytes - 8
+    first_page = address - address % PAGE_NBYTES
+    for begin in range(first_page + worker * stripe, address + nbytes, num_workers * stripe):
+        for page in range(begin, begin + stripe, PAGE_NBYTES):
+            word = max(page, address)
+            if word <= last:
+                add_at(word, 0)
+    return 0
+
+
+@functools.cache
+def each_worker_task() -> Any:
+    """The task behind ``WorkerTeam.run_on_each``."""
+
+    @native(TASK_SIGNATURE)
+    def each_worker(block, task, worker):
+        return _run_on_worker(block, worker)
+
+    return each_worker
+
+
+@functools.cache
+def first_touch_task() -> Any:
+    """The task behind ``WorkerTeam.first_touch``."""
+
+    @native(TASK_SIGNATURE)
+    def first_touch(block, task, worker):
+        return _touch_stripes(block, worker)
+
+    return first_touch
