@@ -11,6 +11,7 @@ The tree::
     +-- DeviceError   (RuntimeError)  a device that is missing or failed
     +-- WorkerError   (RuntimeError)  a worker thread that died or does not answer
     +-- ProfileError  (ValueError)    a machine profile that is unreadable or of another machine
+    +-- ProbeError    (RuntimeError)  a measurement whose result is wrong, so that its figures are worthless
     +-- ClosedError   (RuntimeError)  use after close()
     +-- ForkError     (RuntimeError)  use in a forked child, which has none of the threads
 
@@ -30,6 +31,7 @@ __all__ = [
     "ConfigError",
     "DeviceError",
     "ForkError",
+    "ProbeError",
     "Problem",
     "ProfileError",
     "RoutingError",
@@ -71,6 +73,10 @@ class WorkerError(TrilaneError, RuntimeError):
 
 class ProfileError(TrilaneError, ValueError):
     """A machine profile that cannot be read, or that was measured on another machine."""
+
+
+class ProbeError(TrilaneError, RuntimeError):
+    """A measurement that did not do what it should have done: its figures are worthless."""
 
 
 class ClosedError(TrilaneError, RuntimeError):

@@ -1,0 +1,51 @@
+"""The command line: ``trilane``. Parses, prints and sets exit codes; the work is done elsewhere.
+
+Exit codes: 0 done, 1 it failed (one line says why), 2 wrong usage. Everything heavy is imported inside the
+commands, so that ``trilane --help`` is quick.
+"""
+
+from __future__ import annotations
+
+import sys
+from typing import Annotated
+
+import typer
+
+from trilane import __version__
+from trilane.cli_bench import bench_app
+from trilane.errors import TrilaneError
+
+app = typer.Typer(
+    name="trilane",
+    help="Schedule offloaded mixture-of-experts models over three lanes: stream, zero-copy, CPU.",
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+app.add_typer(bench_app, name="bench")
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"trilane {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _options(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version.")
+    ] = False,
+) -> None:
+    """Options of all commands."""
+
+
+def main() -> None:
+    """Run the command line; errors that users can cause are one line each, without a traceback."""
+    try:
+        app()
+    except (TrilaneError, MemoryError, OSError) as error:
+        print(f"trilane: {error}", file=sys.stderr)
+        sys.exit(1)
+    except KeyboardInterrupt:
+        sys.exit(130)  # what a shell reports for Ctrl-C
