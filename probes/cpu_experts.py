@@ -2,9 +2,9 @@
 
 Each step multiplies one matrix with one activation: the rows of a whole expert, or of a shard of 256 neurons.
 Matrices lie one after the other in memory that is larger than the caches and are visited in scattered order,
-so that each byte comes from memory, as at decode. In the same rounds, threads read the same memory and compute
-nothing (the limit) and, where ggml can be found, its dot product does the same work. Rates count the bytes that
-the weights have in their source format. The result of each kernel is checked before it is timed.
+so that each byte comes from memory, as at decode. In the same rounds, threads read the same memory and do no
+more (the limit), and where ggml can be found, its dot product does the same work. Rates count the bytes that
+weights have in their source format. The result of each kernel is checked before it is timed.
 """
 
 from __future__ import annotations
