@@ -1,0 +1,180 @@
+"""What a layer-step costs: arithmetic on measured rates, each term one function with its formula.
+
+Units are us and bytes. A term of a lane that has nothing to do is 0, so an unknown rate (infinite us a byte)
+never reaches the sum of a step which does not use it. Nothing here knows residency or policy.
+
+The lanes: the device computes what its slots hold (hit) and what was copied there (stream); it may read host
+memory in place (zero-copy); stream and zero-copy share one link, so their times add; the CPU computes beside
+them. Where lanes share cores (the host device) the step cannot end before all their busy time was served.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from trilane.jit import compiled
+
+# Places in the array of predicted us; the first four are the lanes' own numbers.
+DEVICE_US = 4
+BOTH_US = 5
+SHARED_US = 6
+STEP_US = 7
+NUM_TERMS = 8
+TERM_NAMES = ("hit", "stream", "zero_copy", "cpu", "device", "both", "shared", "step")
+
+
+class Rates(NamedTuple):
+    """Every constant of the cost model, for one format and shard size of one machine.
+
+    ``row_us_per_byte`` is the price of the arithmetic: us for one row and one byte of weights (so a row-shard
+    costs ``row_us_per_byte * shard nbytes``). The ``*_cores`` say how many cores a lane keeps busy while it
+    runs: 0 for a GPU, a DMA engine or a played lane, which sleeps. ``num_cores`` is 0 where lanes run side by
+    side.
+    """
+
+    step_fix_us: float  # publish and combine: every step
+    miss_fix_us: float  # plan and hand-over: a step in which anything misses
+    hit_fix_us: float
+    hit_us_per_byte: float
+    hit_row_us_per_byte: float
+    stream_fix_us: float  # once, when anything is streamed
+    run_fix_us: float  # each copy (a run of neighbouring shards)
+    stream_us_per_byte: float
+    stream_tail_us: float  # the device computes the last shard after its copy landed
+    zero_copy_fix_us: float
+    zero_copy_us_per_byte: NDArray[np.float64]  # by shards in flight; the last entry holds beyond
+    zero_copy_on_device: float  # 1 where hits and in-place reads run after each other, 0 side by side
+    cpu_fix_us: float
+    cpu_us_per_byte: float
+    cpu_row_us_per_byte: float
+    cpu_shard_us: float  # each shard: a task, and its result on the way to the device
+    both_us_per_byte: float  # link and CPU together on the host's memory; 0 if it never limits
+    num_cores: float
+    hit_cores: float
+    link_cores: float
+    cpu_cores: float
+
+
+class Loads(NamedTuple):
+    """How much a split gives each lane; ``row_nbytes`` sums rows x bytes over the shards."""
+
+    hit_nbytes: int
+    hit_row_nbytes: int
+    stream_runs: int
+    stream_nbytes: int
+    stream_row_nbytes: int
+    zero_copy_shards: int
+    zero_copy_nbytes: int
+    zero_copy_row_nbytes: int
+    cpu_shards: int
+    cpu_nbytes: int
+    cpu_row_nbytes: int
+
+
+def make_rates(**us: float | NDArray[np.float64]) -> Rates:
+    """Rates from keywords, every unnamed one 0; converts types, so that compiled code sees one signature."""
+    unknown = sorted(set(us) - set(Rates._fields))
+    if unknown:
+        raise ValueError(f"rates {unknown} are unknown: use {', '.join(Rates._fields)}")
+    curve = np.atleast_1d(np.array(us.pop("zero_copy_us_per_byte", 0.0), np.float64))
+    values = {name: float(us.get(name, 0.0)) for name in Rates._fields}
+    return Rates(**{**values, "zero_copy_us_per_byte": curve})  # type: ignore[arg-type]
+
+
+@compiled
+def hits_us(rates, nbytes, row_nbytes):
+    """Device time for shards in slots: ``fix + max(bytes, row work)``; 0 without any."""
+    if nbytes == 0:
+        return 0.0
+    return rates.hit_fix_us + max(nbytes * rates.hit_us_per_byte, row_nbytes * rates.hit_row_us_per_byte)
+
+
+@compiled
+def stream_us(rates, num_runs, nbytes):
+    """Link time for copies: ``fix + runs * fix of a copy + bytes``; a run of neighbouring shards is one copy."""
+    if nbytes == 0:
+        return 0.0
+    return rates.stream_fix_us + num_runs * rates.run_fix_us + nbytes * rates.stream_us_per_byte
+
+
+@compiled
+def zero_copy_us(rates, num_shards, nbytes, row_nbytes):
+    """Time for in-place reads: ``fix + max(bytes at the rate of so many in flight, row work)``."""
+    if num_shards == 0:
+        return 0.0
+    curve = rates.zero_copy_us_per_byte
+    rate = curve[min(num_shards, curve.size) - 1]
+    return rates.zero_copy_fix_us + max(nbytes * rate, row_nbytes * rates.hit_row_us_per_byte)
+
+
+@compiled
+def link_us(rates, stream, zero_copy):
+    """Time until all that crossed the link is computed: one link, so the times add; then a copy's tail."""
+    return stream + zero_copy + (rates.stream_tail_us if stream > 0.0 else 0.0)
+
+
+@compiled
+def cpu_us(rates, num_shards, nbytes, row_nbytes):
+    """CPU time: ``fix + shards * overhead + max(bytes, row work)`` for all its threads together."""
+    if num_shards == 0:
+        return 0.0
+    work = max(nbytes * rates.cpu_us_per_byte, row_nbytes * rates.cpu_row_us_per_byte)
+    return rates.cpu_fix_us + num_shards * rates.cpu_shard_us + work
+
+
+@compiled
+def both_us(rates, link_nbytes, cpu_nbytes):
+    """Host memory's limit where link and CPU read it together: all missed bytes at the joint rate."""
+    if link_nbytes == 0 or cpu_nbytes == 0:
+        return 0.0
+    return (link_nbytes + cpu_nbytes) * rates.both_us_per_byte
+
+
+@compiled
+def device_us(rates, loads, zero_copy):
+    """Device time for hits and streamed shards, and for in-place reads where they run after each other."""
+    nbytes = loads.hit_nbytes + loads.stream_nbytes
+    rows = loads.hit_row_nbytes + loads.stream_row_nbytes
+    return hits_us(rates, nbytes, rows) + zero_copy * rates.zero_copy_on_device
+
+
+@compiled
+def shared_us(rates, device, stream, cpu):
+    """Where lanes share cores: all busy core-us over the cores; 0 where they do not."""
+    if rates.num_cores == 0.0:
+        return 0.0
+    busy = device * rates.hit_cores + stream * rates.link_cores + cpu * rates.cpu_cores
+    return busy / rates.num_cores
+
+
+@compiled
+def step_us(rates, loads):
+    """The layer-step: ``fixed + max(device, link, cpu, both, shared)``."""
+    stream = stream_us(rates, loads.stream_runs, loads.stream_nbytes)
+    in_place = zero_copy_us(rates, loads.zero_copy_shards, loads.zero_copy_nbytes, loads.zero_copy_row_nbytes)
+    cpu = cpu_us(rates, loads.cpu_shards, loads.cpu_nbytes, loads.cpu_row_nbytes)
+    device = device_us(rates, loads, in_place)
+    longest = max(device, link_us(rates, stream, in_place), cpu,
+                  both_us(rates, loads.stream_nbytes + loads.zero_copy_nbytes, loads.cpu_nbytes),
+                  shared_us(rates, device, stream, cpu))
+    missed = loads.stream_nbytes + loads.zero_copy_nbytes + loads.cpu_nbytes
+    return rates.step_fix_us + (rates.miss_fix_us if missed else 0.0) + longest
+
+
+@compiled
+def write_terms(rates, loads, terms):
+    """Write every term of the step into float64[8] by ``TERM_NAMES``; the step is `step_us` itself."""
+    stream = stream_us(rates, loads.stream_runs, loads.stream_nbytes)
+    in_place = zero_copy_us(rates, loads.zero_copy_shards, loads.zero_copy_nbytes, loads.zero_copy_row_nbytes)
+    cpu = cpu_us(rates, loads.cpu_shards, loads.cpu_nbytes, loads.cpu_row_nbytes)
+    terms[0] = hits_us(rates, loads.hit_nbytes, loads.hit_row_nbytes)
+    terms[1] = stream
+    terms[2] = in_place
+    terms[3] = cpu
+    terms[DEVICE_US] = device_us(rates, loads, in_place)
+    terms[BOTH_US] = both_us(rates, loads.stream_nbytes + loads.zero_copy_nbytes, loads.cpu_nbytes)
+    terms[SHARED_US] = shared_us(rates, terms[DEVICE_US], stream, cpu)
+    terms[STEP_US] = step_us(rates, loads)

@@ -1,0 +1,196 @@
+"""Who loses a slot first: scores of experts, and a heap of them for each pool.
+
+All shards of an expert are used together, so experts are ordered and not shards. A score only changes when its
+expert is used: LRU keeps the clock of the last use; decayed frequency adds a *growing* unit for each use, which
+orders experts as the decaying sum would without touching the others. Ties go to the lower expert key, so that
+the order never depends on history. This file moves no slots.
+"""
+
+from __future__ import annotations
+
+from trilane.jit import compiled
+from trilane.state import DECAYED_FREQUENCY, HELD, HINTED, LRU
+
+RESCALE_AT = 2.0**512
+RESCALE_BY = 2.0**-512  # a power of two: exact, so that rescaling changes no order
+NOT_HELD = 0xFF ^ HELD
+NOT_HINTED = 0xFF ^ HINTED
+
+
+@compiled
+def power(base, exponent):
+    """``base ** exponent`` by multiplication alone: the same bits compiled and plain, unlike libm's pow."""
+    result = 1.0
+    while exponent > 0:
+        if exponent & 1:
+            result *= base
+        base *= base
+        exponent >>= 1
+    return result
+
+
+@compiled
+def advance_clock(state, clock):
+    """Move to ``clock`` (layer-steps, never backwards), growing the unit of decayed frequency."""
+    ticks = clock - state.clock[0]
+    if ticks < 0:
+        raise ValueError("the clock ran backwards: pass a running count of layer-steps")
+    state.clock[0] = clock
+    if state.eviction != DECAYED_FREQUENCY:
+        return
+    if ticks > 8 * state.max_jump:  # 2048 half lives: nothing of the past is left
+        state.score[:] = 0.0
+        state.unit[0] = 1.0
+        _rebuild_heaps(state)
+        return
+    while ticks > 0:
+        jump = min(ticks, state.max_jump)
+        state.unit[0] *= power(state.growth, jump)
+        ticks -= jump
+        if state.unit[0] >= RESCALE_AT:
+            _rescale(state)
+
+
+@compiled
+def _rescale(state):
+    """Once in 512 half lives. Scores that fall to 0 tie from then on, so the heaps are ordered anew."""
+    state.unit[0] *= RESCALE_BY
+    for e in range(state.score.size):
+        state.score[e] *= RESCALE_BY
+    _rebuild_heaps(state)
+
+
+@compiled
+def _rebuild_heaps(state):
+    for pool in range(state.heap_size.size):
+        for i in range(state.heap_size[pool] // 2 - 1, -1, -1):
+            _sift_down(state, state.first_heap[pool], state.heap_size[pool], i)
+
+
+@compiled
+def score_if_used(state, expert):
+    """The score that a use now would give."""
+    if state.eviction == LRU:
+        return float(state.clock[0])
+    if state.flags[expert] & HINTED:
+        return state.score[expert]
+    return state.score[expert] + state.unit[0]
+
+
+@compiled
+def count_use(state, expert):
+    """Give an expert that is in no heap its score for a use now; a use foretold by a hint counts once."""
+    state.score[expert] = score_if_used(state, expert)
+    state.flags[expert] &= NOT_HINTED
+
+
+@compiled
+def _before(state, a, b):
+    """Whether expert ``a`` loses its slots before ``b``."""
+    return state.score[a] < state.score[b] or (state.score[a] == state.score[b] and a < b)
+
+
+@compiled
+def _sift_up(state, first, i):
+    expert = state.heap[first + i]
+    while i > 0:
+        up = (i - 1) >> 1
+        above = state.heap[first + up]
+        if not _before(state, expert, above):
+            break
+        state.heap[first + i] = above
+        state.heap_pos[above] = i
+        i = up
+    state.heap[first + i] = expert
+    state.heap_pos[expert] = i
+
+
+@compiled
+def _sift_down(state, first, size, i):
+    expert = state.heap[first + i]
+    while 2 * i + 1 < size:
+        down = 2 * i + 1
+        if down + 1 < size and _before(state, state.heap[first + down + 1], state.heap[first + down]):
+            down += 1
+        below = state.heap[first + down]
+        if not _before(state, below, expert):
+            break
+        state.heap[first + i] = below
+        state.heap_pos[below] = i
+        i = down
+    state.heap[first + i] = expert
+    state.heap_pos[expert] = i
+
+
+@compiled
+def push_expert(state, pool, expert):
+    """Put an expert that owns slots and is not held among the possible victims."""
+    first = state.first_heap[pool]
+    size = state.heap_size[pool]
+    state.heap_size[pool] = size + 1
+    state.heap[first + size] = expert
+    _sift_up(state, first, size)
+
+
+@compiled
+def remove_expert(state, pool, expert):
+    """Take an expert out of the heap."""
+    first = state.first_heap[pool]
+    i = state.heap_pos[expert]
+    size = state.heap_size[pool] - 1
+    state.heap_size[pool] = size
+    state.heap_pos[expert] = -1
+    if i == size:
+        return
+    last = state.heap[first + size]
+    state.heap[first + i] = last
+    if _before(state, last, expert):
+        _sift_up(state, first, i)
+    else:
+        _sift_down(state, first, size, i)
+
+
+@compiled
+def touch_expert(state, geometry, expert, clock):
+    """Count a use that no plan saw (a hit of a step which did not wait for the host)."""
+    advance_clock(state, clock)
+    count_use(state, expert)
+    settle_expert(state, state.pool_of[geometry.layer_of[expert]], expert)
+
+
+@compiled
+def settle_expert(state, pool, expert):
+    """Restore the heap's order after an expert's score rose."""
+    if state.heap_pos[expert] >= 0:
+        _sift_down(state, state.first_heap[pool], state.heap_size[pool], int(state.heap_pos[expert]))
+
+
+@compiled
+def hold_expert(state, pool, expert):
+    """Take an expert of the step in flight out of the victims."""
+    if state.flags[expert] & HELD:
+        raise ValueError("an expert was listed twice: pass the unique routed experts of the layer")
+    if state.heap_pos[expert] >= 0:
+        remove_expert(state, pool, expert)
+    state.flags[expert] |= HELD
+    state.held[state.num_held[0]] = expert
+    state.num_held[0] += 1
+
+
+@compiled
+def release_step(state, geometry):
+    """The step in flight has read its slots: its experts may lose them from now on."""
+    for i in range(state.num_held[0]):
+        expert = state.held[i]
+        state.flags[expert] &= NOT_HELD
+        if state.resident[expert] > 0:
+            push_expert(state, state.pool_of[geometry.layer_of[expert]], expert)
+    state.num_held[0] = 0
+
+
+@compiled
+def count_hint(state, pool, expert):
+    """Count a use that a hint foretells, once however often it is foretold; the use itself adds no more."""
+    state.score[expert] = score_if_used(state, expert)
+    state.flags[expert] |= HINTED
+    settle_expert(state, pool, expert)

@@ -1,0 +1,178 @@
+"""A plan as data: the options that bound it, the arrays that it is written into, and its form for people.
+
+`planner` fills `Work` without allocating; an engine reads it from there. `freeze_plan` copies it into a frozen
+`Plan` for `explain`, for logs and for comparing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from trilane.cost import NUM_TERMS, STEP_US, TERM_NAMES, Loads, Rates, step_us
+from trilane.expert import CPU, HIT, LANE_NAMES, STREAM, ZERO_COPY, ExpertPlan, Geometry, Plan
+
+EXHAUSTIVE_SHARDS = 8  # so many missing shards are split by trying all subsets
+
+# Places in Work.counts; the first four are shards by lane.
+NUM_UNPLACED = 4
+NUM_COPIES = 5
+NUM_FILLS = 6
+NUM_EVICTIONS = 7
+NUM_MISSING = 8
+ADMITS = ("always", "score")
+
+
+class Options(NamedTuple):
+    """What a plan may do; made by `make_options`.
+
+    Attributes
+    ----------
+    lanes : int
+        Bit ``1 << lane`` for each lane that may serve a miss; a single bit forces it.
+    admit_by_score : bool
+        Fill a slot only if the expert's score is at least the victim's.
+    fills : bool
+        Whether what is read in place may be kept in a slot.
+    slack_runs : float
+        How many copies' fixed cost a step may lose to fetch the experts with most expected reuse.
+    max_fills : int
+        Most shards that one `plan_fills` reserves slots for.
+    """
+
+    lanes: int
+    admit_by_score: bool
+    fills: bool
+    slack_runs: float
+    max_fills: int
+
+
+def make_options(lanes: Sequence[str] = LANE_NAMES[1:], *, force: str | None = None, admit: str = "always",
+                 fills: bool = True, slack_runs: float = 1.0, max_fills: int = 1 << 30) -> Options:
+    """Options from names: ``force`` sends every miss to one lane, ``admit`` is "always" or "score"."""
+    chosen = [force] if force is not None else list(lanes)
+    wrong = [name for name in chosen if name not in LANE_NAMES[1:]]
+    if wrong or not chosen:
+        raise ValueError(f"lanes for misses are {chosen}: use one or more of {', '.join(LANE_NAMES[1:])}")
+    if admit not in ADMITS:
+        raise ValueError(f"admit is {admit!r}: use one of {', '.join(ADMITS)}")
+    mask = sum({1 << LANE_NAMES.index(name) for name in chosen})
+    return Options(mask, admit == "score", bool(fills), float(slack_runs), int(max_fills))
+
+
+class Work(NamedTuple):
+    """Arrays of one plan, allocated once. Index ``i * num_shards + j`` is shard ``j`` of the ``i``-th expert.
+
+    Attributes
+    ----------
+    lane : int8
+        HIT, STREAM, ZERO_COPY, CPU; SKIP done in an earlier wave; UNPLACED for the next one.
+    slot : int32
+        HIT where it is; STREAM and ZERO_COPY where it goes (-1 read in place and not kept); else -1.
+    victim : int64
+        Shard key that lost the slot, or -1.
+    run : int32
+        At the first shard of each copy, how many neighbouring shards it moves to neighbouring slots; else 0.
+    counts : int64 (16,)
+        Shards by lane, then NUM_UNPLACED, NUM_COPIES, NUM_FILLS, NUM_EVICTIONS, NUM_MISSING.
+    lane_nbytes : int64 (4,)
+    predicted_us : float64 (8,)
+        By `cost.TERM_NAMES`.
+    fill_shard, fill_slot, fill_victim : int64, int32, int64
+        What the last `plan_fills` reserved.
+
+    The others are scratch: by expert (reuse, order, missing, refused), by missing shard in link order (index,
+    side), sums over prefixes of that order (nbytes, row_nbytes, runs), and by subset.
+    """
+
+    lane: NDArray[np.int8]
+    slot: NDArray[np.int32]
+    victim: NDArray[np.int64]
+    run: NDArray[np.int32]
+    counts: NDArray[np.int64]
+    lane_nbytes: NDArray[np.int64]
+    predicted_us: NDArray[np.float64]
+    fill_shard: NDArray[np.int64]
+    fill_slot: NDArray[np.int32]
+    fill_victim: NDArray[np.int64]
+    reuse: NDArray[np.float64]
+    order: NDArray[np.int32]
+    missing: NDArray[np.int32]
+    refused: NDArray[np.uint8]
+    index: NDArray[np.int32]
+    side: NDArray[np.int8]
+    nbytes: NDArray[np.int64]
+    row_nbytes: NDArray[np.int64]
+    runs: NDArray[np.int64]
+    subset: NDArray[np.int64]
+
+
+def make_work(geometry: Geometry, max_experts: int | None = None) -> Work:
+    """Work for plans of up to ``max_experts`` experts a layer (all of the largest layer by default)."""
+    most = int(np.diff(geometry.first_expert).max()) if max_experts is None else max_experts
+    size = most * geometry.shard_nbytes.shape[1]
+    return Work(
+        lane=np.zeros(size, np.int8),
+        slot=np.zeros(size, np.int32),
+        victim=np.zeros(size, np.int64),
+        run=np.zeros(size, np.int32),
+        counts=np.zeros(16, np.int64),
+        lane_nbytes=np.zeros(4, np.int64),
+        predicted_us=np.zeros(NUM_TERMS, np.float64),
+        fill_shard=np.zeros(size, np.int64),
+        fill_slot=np.zeros(size, np.int32),
+        fill_victim=np.zeros(size, np.int64),
+        reuse=np.zeros(most, np.float64),
+        order=np.zeros(most, np.int32),
+        missing=np.zeros(most, np.int32),
+        refused=np.zeros(most, np.uint8),
+        index=np.zeros(size, np.int32),
+        side=np.zeros(size, np.int8),
+        nbytes=np.zeros(size + 1, np.int64),
+        row_nbytes=np.zeros(size + 1, np.int64),
+        runs=np.zeros(size + 1, np.int64),
+        subset=np.zeros((3, 1 << EXHAUSTIVE_SHARDS), np.int64),
+    )
+
+
+def freeze_plan(geometry: Geometry, rates: Rates, layer: int, experts: NDArray[np.int32], rows: NDArray[np.int32],
+                num_experts: int, clock: int, work: Work) -> Plan:
+    """The plan in ``work`` as frozen data, with the cost of each single lane beside its own."""
+    num_shards = int(geometry.num_shards[layer])
+    frozen = []
+    for i in range(num_experts):
+        part = slice(i * num_shards, (i + 1) * num_shards)
+        frozen.append(ExpertPlan(int(experts[i]), int(rows[i]), tuple(work.lane[part].tolist()),
+                                 tuple(work.slot[part].tolist()), tuple(work.victim[part].tolist())))
+    terms = tuple(zip(TERM_NAMES, work.predicted_us.tolist(), strict=True))
+    return Plan(int(layer), int(clock), tuple(frozen), terms, _why(geometry, rates, layer, rows, num_experts, work))
+
+
+def _why(geometry: Geometry, rates: Rates, layer: int, rows: NDArray[np.int32], num_experts: int, work: Work) -> str:
+    lanes = [f"{work.counts[lane]} {LANE_NAMES[lane]}" for lane in range(4) if work.counts[lane]]
+    text = f"{', '.join(lanes) or 'nothing'} in {work.predicted_us[STEP_US]:.1f} us"
+    if not work.counts[STREAM:CPU + 1].any():
+        return text
+    alone = single_lane_us(geometry, rates, layer, rows, num_experts, work)
+    return text + "; one lane alone: " + ", ".join(f"{name} {us:.1f}" for name, us in alone.items())
+
+
+def single_lane_us(geometry: Geometry, rates: Rates, layer: int, rows: NDArray[np.int32], num_experts: int,
+                   work: Work) -> dict[str, float]:
+    """Predicted us of the step in ``work`` if one lane served all its misses, by lane."""
+    lane = work.lane[: num_experts * geometry.num_shards[layer]].reshape(num_experts, -1)
+    sizes = np.broadcast_to(geometry.shard_nbytes[layer, : lane.shape[1]], lane.shape)
+    row_sizes = sizes * np.asarray(rows[:num_experts], np.int64)[:, None]
+    hit, miss = lane == HIT, lane > HIT
+    runs = int((miss & ~np.pad(miss, ((0, 0), (1, 0)))[:, :-1]).sum())
+    hits = int(sizes[hit].sum()), int(row_sizes[hit].sum())
+    load = int(sizes[miss].sum()), int(row_sizes[miss].sum())
+    count, none = int(miss.sum()), (0, 0, 0)
+    return {
+        LANE_NAMES[STREAM]: float(step_us(rates, Loads(*hits, runs, *load, *none, *none))),
+        LANE_NAMES[ZERO_COPY]: float(step_us(rates, Loads(*hits, *none, count, *load, *none))),
+        LANE_NAMES[CPU]: float(step_us(rates, Loads(*hits, *none, *none, count, *load))),
+    }

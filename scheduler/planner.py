@@ -1,0 +1,317 @@
+"""The scheduler's decisions: `plan_layer` and what belongs to it. Nothing here moves a byte or allocates one.
+
+`plan_layer` looks the routed experts up, has the missing shards split over the lanes (`split`), takes slots for
+what may stay, and writes the plan into `plan.Work`. `plan_wave` plans what found no slot; `plan_fills` reserves
+slots for hinted experts; `abandon_step` undoes a step that failed. All run compiled or as plain Python with the
+same results, and time is passed in.
+"""
+
+from __future__ import annotations
+
+from trilane.cost import Loads, write_terms
+from trilane.eviction import advance_clock, count_hint, count_use, hold_expert, release_step, score_if_used
+from trilane.expert import CPU, HIT, SKIP, STREAM, UNPLACED, ZERO_COPY
+from trilane.jit import compiled
+from trilane.plan import NUM_COPIES, NUM_EVICTIONS, NUM_FILLS, NUM_MISSING, NUM_UNPLACED
+from trilane.residency import NO_PRICE, empty_slot, fill_slot, reserve_slot, slot_price, take_slot
+from trilane.split import Step, allows, choose_split
+
+
+@compiled
+def plan_layer(state, geometry, rates, options, layer, experts, rows, num_experts, clock, work):
+    """Plan one layer-step: lanes and slots into ``work``, residency and scores into ``state``.
+
+    Parameters
+    ----------
+    layer : int
+    experts, rows : int32 (at least num_experts,)
+        The unique routed experts of the layer, and how many rows each has.
+    clock : int
+        Running count of layer-steps, never falling.
+
+    Returns
+    -------
+    int
+        Shards that found no place: 0, but where STREAM is the only lane and too few slots can be had. Run the
+        plan, then call `plan_wave` for the rest; if not even one was placed, land or drop a fill first.
+
+    Notes
+    -----
+    The step's experts are no victims until `release_step` or the next plan. A plan's fills may be written when the
+    step before has read its slots, so steps run in the order of their plans.
+    """
+    release_step(state, geometry)
+    advance_clock(state, clock)
+    step = Step(layer, experts, rows, num_experts)
+    _look_up(state, geometry, step, work)
+    return _plan_missing(state, geometry, rates, options, step, work)
+
+
+@compiled
+def _look_up(state, geometry, step, work):
+    """Hold the experts, keep their scores from before this use, and mark each shard HIT or UNPLACED."""
+    layer = step.layer
+    num_shards = geometry.num_shards[layer]
+    first = geometry.first_expert[layer]
+    for i in range(step.num_experts):
+        if step.experts[i] < 0 or step.experts[i] >= geometry.first_expert[layer + 1] - first:
+            raise ValueError("an expert id is outside its layer: drop skipped ids before planning")
+        expert = first + step.experts[i]
+        hold_expert(state, state.pool_of[layer], expert)
+        work.reuse[i] = state.score[expert]
+        count_use(state, expert)
+        shard = geometry.first_shard[layer] + step.experts[i] * num_shards
+        for j in range(num_shards):
+            slot = state.slot_of[shard + j]
+            _mark(work, i * num_shards + j, HIT if slot >= 0 else UNPLACED, max(slot, -1))
+
+
+@compiled
+def _mark(work, at, lane, slot):
+    work.lane[at] = lane
+    work.slot[at] = slot
+    work.victim[at] = -1
+    work.run[at] = 0
+
+
+@compiled
+def _plan_missing(state, geometry, rates, options, step, work):
+    """Split what is UNPLACED, take slots for it, and tally the plan."""
+    if _count_missing(geometry, step, work) > 0:
+        choose_split(state, geometry, rates, options, step, work)
+        _take_slots(state, geometry, options, step, work)
+        _fill_slots(state, geometry, step, work)
+    write_terms(rates, _tally(geometry, step, work), work.predicted_us)
+    return work.counts[NUM_UNPLACED]
+
+
+@compiled
+def _count_missing(geometry, step, work):
+    """Missing shards of each expert; their sum."""
+    num_shards = geometry.num_shards[step.layer]
+    total = 0
+    for i in range(step.num_experts):
+        count = 0
+        for at in range(i * num_shards, (i + 1) * num_shards):
+            count += work.lane[at] == UNPLACED
+        work.missing[i] = count
+        total += count
+    work.counts[NUM_MISSING] = total
+    return total
+
+
+@compiled
+def _take_slots(state, geometry, options, step, work):
+    """Follow the split in link order; what is refused a slot falls back to a lane that needs none."""
+    layer = step.layer
+    num_shards = geometry.num_shards[layer]
+    for k in range(work.counts[NUM_MISSING]):
+        at = work.index[k]
+        lane = work.side[k]
+        work.lane[at] = lane
+        if lane != STREAM and (lane != ZERO_COPY or not options.fills):
+            continue
+        id_ = step.experts[at // num_shards]
+        shard = geometry.first_shard[layer] + id_ * num_shards + at % num_shards
+        if _may_fill(state, geometry, options, layer, geometry.first_expert[layer] + id_, shard):
+            slot, victim = take_slot(state, geometry, state.pool_of[layer])
+            work.slot[at] = slot
+            work.victim[at] = victim
+        elif lane == STREAM:
+            work.lane[at] = _without_slot(options)
+
+
+@compiled
+def _may_fill(state, geometry, options, layer, expert, shard):
+    """Whether a slot can be had, the shard is not being filled already, and admission agrees."""
+    price = slot_price(state, state.pool_of[layer])
+    if price == NO_PRICE or state.slot_of[shard] < -1:
+        return False
+    return not options.admit_by_score or options.lanes == 1 << STREAM or state.score[expert] >= price
+
+
+@compiled
+def _without_slot(options):
+    if allows(options, ZERO_COPY):
+        return ZERO_COPY
+    return CPU if allows(options, CPU) else UNPLACED
+
+
+@compiled
+def _fill_slots(state, geometry, step, work):
+    """Hand the taken slots out, in rising order to neighbouring shards, so that they make long copies."""
+    layer = step.layer
+    num_shards = geometry.num_shards[layer]
+    slot_nbytes = state.slot_nbytes[state.pool_of[layer]]
+    for i in range(step.num_experts):
+        if work.missing[i] == 0:
+            continue
+        expert = geometry.first_expert[layer] + step.experts[i]
+        key = geometry.first_shard[layer] + step.experts[i] * num_shards
+        start = -1  # first shard of the copy that the shard before belongs to
+        for j in range(num_shards):
+            at = i * num_shards + j
+            lane = work.lane[at]
+            if lane == STREAM and (j == 0 or work.lane[at - 1] != STREAM):
+                _sort_slots(work, at, (i + 1) * num_shards)
+            if (lane == STREAM or lane == ZERO_COPY) and work.slot[at] >= 0:
+                fill_slot(state, work.slot[at], key + j, expert)
+            if lane != STREAM:
+                start = -1
+                continue
+            if (start < 0 or work.slot[at] != work.slot[at - 1] + 1
+                    or geometry.shard_nbytes[layer, j - 1] != slot_nbytes):
+                start = at
+            work.run[start] += 1
+
+
+@compiled
+def _sort_slots(work, start, end):
+    """Sort the slots (and victims with them) of the streamed shards from ``start`` to the first that is not."""
+    at = start + 1
+    while at < end and work.lane[at] == STREAM:
+        slot = work.slot[at]
+        victim = work.victim[at]
+        to = at
+        while to > start and work.slot[to - 1] > slot:
+            work.slot[to] = work.slot[to - 1]
+            work.victim[to] = work.victim[to - 1]
+            to -= 1
+        work.slot[to] = slot
+        work.victim[to] = victim
+        at += 1
+
+
+@compiled
+def _tally(geometry, step, work):
+    """Count the plan into ``work``; return what each lane got."""
+    counts = work.counts
+    nbytes = work.lane_nbytes
+    for k in range(NUM_MISSING):
+        counts[k] = 0
+    nbytes[:] = 0
+    rows_hit = rows_stream = rows_zero_copy = rows_cpu = 0
+    num_shards = geometry.num_shards[step.layer]
+    for i in range(step.num_experts):
+        for j in range(num_shards):
+            at = i * num_shards + j
+            lane = work.lane[at]
+            if lane < 0:
+                counts[NUM_UNPLACED] += lane == UNPLACED
+                continue
+            size = geometry.shard_nbytes[step.layer, j]
+            counts[lane] += 1
+            nbytes[lane] += size
+            counts[NUM_COPIES] += work.run[at] > 0
+            counts[NUM_FILLS] += lane != HIT and work.slot[at] >= 0
+            counts[NUM_EVICTIONS] += work.victim[at] >= 0
+            if lane == HIT:
+                rows_hit += size * step.rows[i]
+            elif lane == STREAM:
+                rows_stream += size * step.rows[i]
+            elif lane == ZERO_COPY:
+                rows_zero_copy += size * step.rows[i]
+            else:
+                rows_cpu += size * step.rows[i]
+    return Loads(nbytes[HIT], rows_hit, counts[NUM_COPIES], nbytes[STREAM], rows_stream,
+                 counts[ZERO_COPY], nbytes[ZERO_COPY], rows_zero_copy, counts[CPU], nbytes[CPU], rows_cpu)
+
+
+@compiled
+def plan_wave(state, geometry, rates, options, layer, experts, rows, num_experts, work):
+    """Plan what the plan in ``work`` left UNPLACED, once the slots of its wave have been read.
+
+    Shards of earlier waves become SKIP and may lose their slots. Returns what is still UNPLACED.
+    """
+    step = Step(layer, experts, rows, num_experts)
+    num_shards = geometry.num_shards[layer]
+    release_step(state, geometry)
+    for i in range(num_experts):
+        waits = False
+        for at in range(i * num_shards, (i + 1) * num_shards):
+            waits |= work.lane[at] == UNPLACED
+            if work.lane[at] != UNPLACED:
+                _mark(work, at, SKIP, -1)
+        if waits:
+            hold_expert(state, state.pool_of[layer], geometry.first_expert[layer] + experts[i])
+    if slot_price(state, state.pool_of[layer]) == NO_PRICE:
+        _empty_done(state, geometry, step, work)
+    return _plan_missing(state, geometry, rates, options, step, work)
+
+
+@compiled
+def _empty_done(state, geometry, step, work):
+    """The step is larger than its pool: the slots of its own finished shards are all there is to take."""
+    num_shards = geometry.num_shards[step.layer]
+    first = geometry.first_shard[step.layer]
+    for at in range(step.num_experts * num_shards):
+        id_ = step.experts[at // num_shards]
+        slot = state.slot_of[first + id_ * num_shards + at % num_shards]
+        if work.lane[at] == SKIP and slot >= 0:
+            empty_slot(state, state.pool_of[step.layer], slot, geometry.first_expert[step.layer] + id_)
+
+
+@compiled
+def plan_fills(state, geometry, options, layer, experts, num_experts, clock, work):
+    """Reserve slots for hinted experts whose score, were they used now, beats that of the shards they displace.
+
+    Parameters
+    ----------
+    experts : int32 (at least num_experts,)
+        Experts of the layer that are likely to be used, most likely first.
+
+    Returns
+    -------
+    int
+        Fills reserved (at most ``options.max_fills``), in ``work.fill_shard``, ``fill_slot``, ``fill_victim``. Each
+        must end in `residency.land_fill` or `drop_fill`. The victims are gone at once: a copy may start when no
+        step that read them is under way.
+    """
+    advance_clock(state, clock)
+    count = 0
+    for i in range(num_experts):
+        if experts[i] < 0 or experts[i] >= geometry.first_expert[layer + 1] - geometry.first_expert[layer]:
+            raise ValueError("an expert id is outside its layer: drop skipped ids before planning")
+        count = _reserve_expert(state, geometry, options, layer, experts[i], work, count)
+    return count
+
+
+@compiled
+def _reserve_expert(state, geometry, options, layer, id_, work, count):
+    """Reserve slots for the absent shards of one hinted expert; return the new count."""
+    pool = state.pool_of[layer]
+    expert = geometry.first_expert[layer] + id_
+    value = score_if_used(state, expert)
+    hinted = False
+    for j in range(geometry.num_shards[layer]):
+        shard = geometry.first_shard[layer] + id_ * geometry.num_shards[layer] + j
+        if state.slot_of[shard] != -1:
+            continue
+        if not hinted and slot_price(state, pool) < value:
+            count_hint(state, pool, expert)  # before any victim is taken: it must not be its own
+            hinted = True
+        if count >= min(options.max_fills, work.fill_slot.size) or slot_price(state, pool) >= value:
+            break
+        slot, victim = take_slot(state, geometry, pool)
+        reserve_slot(state, pool, slot, shard)
+        work.fill_shard[count] = shard
+        work.fill_slot[count] = slot
+        work.fill_victim[count] = victim
+        count += 1
+    return count
+
+
+@compiled
+def abandon_step(state, geometry, layer, experts, num_experts, work):
+    """Undo the residency of a failed step's fills: their slots hold nothing, their victims stay gone.
+
+    Call it before the next plan. The uses stay counted; the step's experts are released.
+    """
+    num_shards = geometry.num_shards[layer]
+    for at in range(num_experts * num_shards):
+        id_ = experts[at // num_shards]
+        slot = work.slot[at]
+        shard = geometry.first_shard[layer] + id_ * num_shards + at % num_shards
+        if (work.lane[at] == STREAM or work.lane[at] == ZERO_COPY) and slot >= 0 and state.slot_of[shard] == slot:
+            empty_slot(state, state.pool_of[layer], slot, geometry.first_expert[layer] + id_)
+    release_step(state, geometry)

@@ -1,0 +1,127 @@
+"""Which shard lies in which slot: taking, giving back and landing slots. No scores, no costs, no lanes.
+
+A slot is free, holds a landed shard, or is reserved by a background fill. A demand fill counts as landed when
+it is planned, since the step that fills it also reads it; `planner.abandon_step` undoes that after a fault.
+"""
+
+from __future__ import annotations
+
+from trilane.eviction import push_expert, remove_expert
+from trilane.expert import expert_of, first_shard_of
+from trilane.jit import compiled
+from trilane.state import HELD
+
+FREE_PRICE = -1.0  # below every score
+NO_PRICE = float("inf")  # no slot can be had
+
+
+@compiled
+def slot_price(state, pool):
+    """Score of the expert that would lose a slot: -1 if one is free, infinite if none can be had."""
+    if state.num_free[pool] > 0:
+        return FREE_PRICE
+    if state.heap_size[pool] > 0:
+        return state.score[state.heap[state.first_heap[pool]]]
+    return NO_PRICE
+
+
+@compiled
+def take_slot(state, geometry, pool):
+    """A slot, and the shard that lost it (-1: it was free). Only where `slot_price` is finite."""
+    if state.num_free[pool] > 0:
+        state.num_free[pool] -= 1
+        return int(state.free[state.first_slot[pool] + state.num_free[pool]]), -1
+    expert = int(state.heap[state.first_heap[pool]])
+    shard = _last_resident_shard(state, geometry, expert)
+    slot = int(state.slot_of[shard])
+    state.slot_of[shard] = -1
+    state.owner[slot] = -1
+    state.resident[expert] -= 1
+    if state.resident[expert] == 0:
+        remove_expert(state, pool, expert)
+    return slot, shard
+
+
+@compiled
+def _last_resident_shard(state, geometry, expert):
+    """Last shards go first: what stays is a run from shard 0, and what must be fetched is one run too."""
+    first = int(first_shard_of(geometry, expert))
+    shard = first + int(geometry.num_shards[geometry.layer_of[expert]]) - 1
+    while state.slot_of[shard] < 0:
+        shard -= 1
+    return shard
+
+
+@compiled
+def fill_slot(state, slot, shard, expert):
+    """A taken slot holds ``shard`` of a held expert."""
+    state.owner[slot] = shard
+    state.slot_of[shard] = slot
+    state.resident[expert] += 1
+
+
+@compiled
+def empty_slot(state, pool, slot, expert):
+    """Free the slot of a landed shard; the expert leaves the victims with its last slot."""
+    state.slot_of[state.owner[slot]] = -1
+    state.resident[expert] -= 1
+    if state.resident[expert] == 0 and state.heap_pos[expert] >= 0:
+        remove_expert(state, pool, expert)
+    _free_slot(state, pool, slot)
+
+
+@compiled
+def _free_slot(state, pool, slot):
+    state.owner[slot] = -1
+    state.free[state.first_slot[pool] + state.num_free[pool]] = slot
+    state.num_free[pool] += 1
+
+
+@compiled
+def reserve_slot(state, pool, slot, shard):
+    """A taken slot belongs to a background fill until `land_fill` or `drop_fill`."""
+    state.owner[slot] = shard
+    state.filling[slot] = 1
+    state.slot_of[shard] = -2 - slot
+    state.num_filling[pool] += 1
+
+
+@compiled
+def _end_fill(state, geometry, slot, shard):
+    """Expert and pool of a fill that is under way; (-1, -1) if this slot is not being filled with it."""
+    if slot < 0 or slot >= state.owner.size or state.filling[slot] == 0 or state.owner[slot] != shard:
+        return -1, -1
+    expert = int(expert_of(geometry, shard))
+    pool = int(state.pool_of[geometry.layer_of[expert]])
+    state.filling[slot] = 0
+    state.num_filling[pool] -= 1
+    return expert, pool
+
+
+@compiled
+def land_fill(state, geometry, slot, shard):
+    """A background fill's bytes are in the slot: from now on it hits, and may be a victim.
+
+    Returns
+    -------
+    bool
+        False, and nothing changed, if no such fill is under way.
+    """
+    expert, pool = _end_fill(state, geometry, slot, shard)
+    if expert < 0:
+        return False
+    fill_slot(state, slot, shard, expert)
+    if state.resident[expert] == 1 and state.flags[expert] & HELD == 0:
+        push_expert(state, pool, expert)
+    return True
+
+
+@compiled
+def drop_fill(state, geometry, slot, shard):
+    """A background fill was given up: its slot is free again. False if no such fill is under way."""
+    expert, pool = _end_fill(state, geometry, slot, shard)
+    if expert < 0:
+        return False
+    state.slot_of[shard] = -1
+    _free_slot(state, pool, slot)
+    return True

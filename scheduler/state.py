@@ -1,0 +1,219 @@
+"""The scheduler's one state: who holds which slot, who may lose it, and `check`, which asserts all of it.
+
+Plain arrays in a NamedTuple, so that compiled code and plain Python share them. `eviction` orders experts,
+`residency` moves slots, `planner` decides; nothing else writes here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from trilane.expert import Geometry
+
+LRU = 0
+DECAYED_FREQUENCY = 1
+EVICTIONS = ("lru", "decayed_frequency")
+POOLS = ("shared", "layer")
+
+HELD = 1  # flag: the expert belongs to the step in flight, so it is in no heap
+HINTED = 2  # flag: a hint counted the coming use already
+
+
+class State(NamedTuple):
+    """Residency and eviction state; each array says what membership in it means.
+
+    Attributes
+    ----------
+    slot_of : int32 (shards,)
+        Slot that holds the shard; -1 absent; ``-2 - slot`` while a background fill is under way (no hit).
+    owner : int64 (slots,)
+        Shard key that the slot holds or is being filled with; -1 free.
+    filling : uint8 (slots,)
+        1 while reserved by a background fill: neither hit nor victim.
+    resident : int16 (experts,)
+        Slots that hold shards of the expert (fills under way do not count).
+    pool_of : int32 (layers,), first_slot : int64 (pools + 1,), slot_nbytes : int64 (pools,)
+        Each layer's slots are those of its pool, all of one size.
+    free : int32 (slots,), num_free : int64 (pools,)
+        A stack of free slots for each pool, from ``first_slot[pool]`` up.
+    num_filling : int64 (pools,)
+    heap : int32 (experts,), heap_pos : int32 (experts,), first_heap : int64 (pools,), heap_size : int64 (pools,)
+        A binary heap for each pool over the experts which own a slot and are not held; least score on top.
+    score : float64 (experts,)
+        What orders the heap, of absent experts too: clock of the last use, or decayed frequency in growing
+        units.
+    flags : uint8 (experts,)
+        HELD, HINTED.
+    held : int32 (most experts of a layer,), num_held : int64 (1,)
+        The experts of the step in flight.
+    clock, unit : int64 (1,), float64 (1,)
+        Last clock seen; what one use adds to a score now.
+    eviction : int
+        LRU or DECAYED_FREQUENCY.
+    growth : float
+        Factor of ``unit`` for one tick of the clock.
+    max_jump : int
+        Ticks in which ``unit`` grows by 2**256.
+    """
+
+    slot_of: NDArray[np.int32]
+    owner: NDArray[np.int64]
+    filling: NDArray[np.uint8]
+    resident: NDArray[np.int16]
+    pool_of: NDArray[np.int32]
+    first_slot: NDArray[np.int64]
+    slot_nbytes: NDArray[np.int64]
+    free: NDArray[np.int32]
+    num_free: NDArray[np.int64]
+    num_filling: NDArray[np.int64]
+    heap: NDArray[np.int32]
+    heap_pos: NDArray[np.int32]
+    first_heap: NDArray[np.int64]
+    heap_size: NDArray[np.int64]
+    score: NDArray[np.float64]
+    flags: NDArray[np.uint8]
+    held: NDArray[np.int32]
+    num_held: NDArray[np.int64]
+    clock: NDArray[np.int64]
+    unit: NDArray[np.float64]
+    eviction: int
+    growth: float
+    max_jump: int
+
+
+def make_state(geometry: Geometry, num_slots: int | Sequence[int], *, pool: str = "shared",
+               eviction: str = "lru", half_life_steps: float = 16.0) -> State:
+    """An empty cache.
+
+    Parameters
+    ----------
+    num_slots : int or sequence of int
+        Slots in all (dealt out evenly over the pools), or those of each pool.
+    pool : "shared" or "layer"
+        One pool for all layers, with slots of the largest shard; or one for each layer.
+    eviction : "lru" or "decayed_frequency"
+    half_life_steps : float
+        Model steps (passes over all layers) after which a use counts half. The clock counts layer-steps.
+    """
+    for name, value, known in (("pool", pool, POOLS), ("eviction", eviction, EVICTIONS)):
+        if value not in known:
+            raise ValueError(f"{name} is {value!r}: use one of {', '.join(known)}")
+    if not half_life_steps > 0:
+        raise ValueError(f"half_life_steps is {half_life_steps}: use a number of model steps above 0")
+    layers = geometry.num_layers
+    pool_of = np.zeros(layers, np.int32) if pool == "shared" else np.arange(layers, dtype=np.int32)
+    slots = _slots_of_pools(num_slots, int(pool_of.max()) + 1)
+    first_slot = np.concatenate([np.zeros(1, np.int64), np.cumsum(slots)])
+    half_life = half_life_steps * layers
+    num_experts = int(geometry.first_expert[-1])
+    return State(
+        slot_of=np.full(int(geometry.first_shard[-1]), -1, np.int32),
+        owner=np.full(int(first_slot[-1]), -1, np.int64),
+        filling=np.zeros(int(first_slot[-1]), np.uint8),
+        resident=np.zeros(num_experts, np.int16),
+        pool_of=pool_of,
+        first_slot=first_slot,
+        slot_nbytes=np.array([geometry.shard_nbytes[pool_of == p].max() for p in range(len(slots))], np.int64),
+        free=_descending(first_slot),
+        num_free=slots.copy(),
+        num_filling=np.zeros(len(slots), np.int64),
+        heap=np.zeros(num_experts, np.int32),
+        heap_pos=np.full(num_experts, -1, np.int32),
+        first_heap=np.zeros(1, np.int64) if pool == "shared" else geometry.first_expert[:-1].copy(),
+        heap_size=np.zeros(len(slots), np.int64),
+        score=np.zeros(num_experts, np.float64),
+        flags=np.zeros(num_experts, np.uint8),
+        held=np.zeros(int(np.diff(geometry.first_expert).max()), np.int32),
+        num_held=np.zeros(1, np.int64),
+        clock=np.zeros(1, np.int64),
+        unit=np.ones(1, np.float64),
+        eviction=EVICTIONS.index(eviction),
+        growth=float(2.0 ** (1.0 / half_life)),
+        max_jump=max(1, int(256 * half_life)),
+    )
+
+
+def _slots_of_pools(num_slots: int | Sequence[int], num_pools: int) -> NDArray[np.int64]:
+    if isinstance(num_slots, (int, np.integer)):
+        share, more = divmod(int(num_slots), num_pools)
+        slots = [share + (p < more) for p in range(num_pools)]
+    else:
+        slots = [int(n) for n in num_slots]
+    if len(slots) != num_pools or min(slots) < 0:
+        raise ValueError(f"num_slots is {num_slots}: give a count of 0 or more, or one for each of the "
+                         f"{num_pools} pools")
+    return np.array(slots, np.int64)
+
+
+def _descending(first_slot: NDArray[np.int64]) -> NDArray[np.int32]:
+    """Stacks of free slots whose top is the lowest, so that a run of shards gets neighbouring slots."""
+    pools = [np.arange(b - 1, a - 1, -1) for a, b in zip(first_slot[:-1], first_slot[1:], strict=True)]
+    return np.concatenate(pools).astype(np.int32)
+
+
+def check(state: State, geometry: Geometry) -> None:
+    """Assert every invariant of the state (plain Python; tests call it after every event)."""
+    _check_slots(state)
+    _check_experts(state, geometry)
+    _check_pools(state, geometry)
+    for p in range(len(state.heap_size)):
+        _check_heap(state, geometry, p)
+    assert state.unit[0] > 0 and np.isfinite(state.unit[0]), f"unit {state.unit[0]}"
+    assert np.isfinite(state.score).all() and (state.score >= 0).all(), "a score is negative or not finite"
+
+
+def _check_slots(state: State) -> None:
+    """`slot_of` and `owner` are inverses, and the coding of fills agrees on both sides."""
+    for slot, shard in enumerate(state.owner):
+        if shard < 0:
+            assert not state.filling[slot], f"free slot {slot} is being filled"
+            continue
+        code = -2 - slot if state.filling[slot] else slot
+        assert state.slot_of[shard] == code, f"slot {slot} owns shard {shard}, which says {state.slot_of[shard]}"
+    for shard in np.flatnonzero(state.slot_of != -1):
+        code = int(state.slot_of[shard])
+        slot = code if code >= 0 else -2 - code
+        assert state.owner[slot] == shard, f"shard {shard} says {code}, slot {slot} owns {state.owner[slot]}"
+
+
+def _check_experts(state: State, geometry: Geometry) -> None:
+    """`resident` counts landed slots; a shard lies in its layer's pool; `held` is what the flags say."""
+    for layer in range(geometry.num_layers):
+        a, b = geometry.first_shard[layer : layer + 2]
+        x, y = geometry.first_expert[layer : layer + 2]
+        slots = state.slot_of[a:b].reshape(y - x, -1)
+        assert (state.resident[x:y] == (slots >= 0).sum(axis=1)).all(), f"resident counts of layer {layer}"
+        used = np.where(slots >= 0, slots, -2 - slots)[slots != -1]
+        low, high = state.first_slot[state.pool_of[layer] :][:2]
+        assert ((used >= low) & (used < high)).all(), f"layer {layer} has a slot outside its pool"
+        fits = geometry.shard_nbytes[layer].max() <= state.slot_nbytes[state.pool_of[layer]]
+        assert fits, f"layer {layer}: a shard is larger than a slot"
+    held = sorted(state.held[: state.num_held[0]].tolist())
+    assert held == np.flatnonzero(state.flags & HELD).tolist(), f"held {held} against the flags"
+
+
+def _check_pools(state: State, geometry: Geometry) -> None:
+    """The free stacks hold exactly the free slots, the counters of fills are right."""
+    for p, (a, b) in enumerate(zip(state.first_slot[:-1], state.first_slot[1:], strict=True)):
+        stack = sorted(state.free[a : a + state.num_free[p]].tolist())
+        free = (np.flatnonzero(state.owner[a:b] == -1) + a).tolist()
+        assert stack == free, f"pool {p}: free stack {stack}, free slots {free}"
+        assert state.num_filling[p] == state.filling[a:b].sum(), f"pool {p}: num_filling"
+
+
+def _check_heap(state: State, geometry: Geometry, p: int) -> None:
+    """Exactly the experts that own slots and are not held, each at its place, no child before its parent."""
+    a, size = int(state.first_heap[p]), int(state.heap_size[p])
+    heap = state.heap[a : a + size]
+    mine = state.pool_of[geometry.layer_of] == p
+    members = np.flatnonzero(mine & (state.resident > 0) & ((state.flags & HELD) == 0))
+    assert sorted(heap.tolist()) == members.tolist(), f"pool {p}: heap {sorted(heap)}, owners {members}"
+    assert (state.heap_pos[heap] == np.arange(size)).all(), f"pool {p}: heap_pos"
+    assert (np.delete(state.heap_pos[mine], np.flatnonzero(np.isin(np.flatnonzero(mine), members))) == -1).all()
+    for i in range(1, size):
+        up, down = heap[(i - 1) // 2], heap[i]
+        assert (state.score[up], up) < (state.score[down], down), f"pool {p}: heap order at {i}"
