@@ -28,7 +28,7 @@ LARGEST_WEIGHT = {
     "q8_0": F16_MAX * 127,
     "q4_k": F16_MAX * 63 / 2,
     "q6_k": F16_MAX * 128 * 32 / 2,
-    "mxfp4": float(np.finfo(np.float32).max),
+    "mxfp4": 2.0**127,  # its scale has room for more, but its values would not be float32
 }
 VALUE_TYPES = (np.float32, np.float16, np.uint16)
 MXFP4_MIDPOINTS = (0.5, 1.5, 2.5, 3.5, 5.0, 7.0, 10.0)  # between the doubled values 0 1 2 3 4 6 8 12

@@ -62,11 +62,16 @@ def _code_sums(grid, slope, shift, low, high):
 
 
 @compiled
-def _fit_line(sums, grid_sum, n, largest_offset):
-    """Least squares ``grid = slope * code + offset`` with offset <= largest_offset: slope, offset, gain.
+def _gain(slope, offset, sums, grid_sum, n):
+    """By how much ``slope * code + offset`` lowers the squared error of fitting nothing."""
+    total, squares, products = sums
+    squared = slope * slope * squares + 2.0 * slope * offset * total + n * offset * offset
+    return 2.0 * (slope * products + offset * grid_sum) - squared
 
-    The gain is what the fit takes off the squared error of fitting nothing.
-    """
+
+@compiled
+def _fit_line(sums, grid_sum, n, largest_offset):
+    """Least squares ``grid = slope * code + offset`` with offset <= largest_offset: slope, offset, gain."""
     total, squares, products = sums
     determinant = n * squares - total * total
     slope, offset = 0.0, np.inf
@@ -76,8 +81,7 @@ def _fit_line(sums, grid_sum, n, largest_offset):
     if offset > largest_offset:
         offset = largest_offset
         slope = (products - offset * total) / squares if squares > 0.0 else 0.0
-    squared = slope * slope * squares + 2.0 * slope * offset * total + n * offset * offset
-    return slope, offset, 2.0 * (slope * products + offset * grid_sum) - squared
+    return slope, offset, _gain(slope, offset, sums, grid_sum, n)
 
 
 @compiled
@@ -118,6 +122,39 @@ def _fit_q4_k(x, steps, scale, minimum):
                 slope, offset = _search_q4(grid, grid_sum, float(-low) / unit, steps)
                 scale[b, j] = np.float32(max(slope, 0.0) * unit)
                 minimum[b, j] = np.float32(-(float(low) + offset * unit))
+
+
+@compiled
+def _settle_q4(grid, grid_sum, origin, unit, d, dmin, sc, m):
+    """The best neighbours of integer scales ``sc``, ``m`` once they are multiples of ``d`` and ``dmin``."""
+    n = float(grid.size)
+    best_sc, best_m, best_gain = sc, m, -np.inf
+    for try_sc in range(max(sc - 1, 0), min(sc + 1, 63) + 1):
+        slope = float(d) * try_sc / unit
+        inverse = 1.0 / slope if slope > 0.0 else 0.0
+        for try_m in range(max(m - 1, 0), min(m + 1, 63) + 1):
+            offset = (-float(dmin) * try_m - origin) / unit
+            sums = _code_sums(grid, np.float32(inverse), np.float32(-offset * inverse), ZERO, Q4_TOP)
+            gain = _gain(slope, offset, sums, grid_sum, n)
+            if gain > best_gain:
+                best_sc, best_m, best_gain = try_sc, try_m, gain
+    return best_sc, best_m
+
+
+@compiled
+def _settle_q4_k(x, d, dmin, sc, m):
+    """Choose the integer scales of each sub-block of ``x`` (n, 8, 32) again, knowing ``d`` and ``dmin``."""
+    grid = np.empty(x.shape[2], np.int32)
+    for b in range(x.shape[0]):
+        for j in range(x.shape[1]):
+            sub = x[b, j]
+            low, high = min(sub.min(), ZERO), sub.max()
+            if high - low > SMALLEST_SPAN:
+                grid_sum = _to_grid(sub, low, GRID / (high - low), grid)
+                unit = float(high - low) / float(GRID)
+                sc[b, j], m[b, j] = _settle_q4(
+                    grid, grid_sum, float(low), unit, d[b], dmin[b], int(sc[b, j]), int(m[b, j])
+                )
 
 
 @compiled
@@ -188,6 +225,7 @@ def quantize_q4_k(blocks: Float32Array) -> UInt8Array:
     _fit_q4_k(x, Q4_STEPS, scale, minimum)
     d, dmin = _half_above(scale.max(axis=1) / 63), _half_above(minimum.max(axis=1) / 63)
     sc, m = _multiples(scale, d, 0, 63), _multiples(minimum, dmin, 0, 63)
+    _settle_q4_k(x, d, dmin, sc, m)
     codes, fitted = np.empty(x.shape, np.uint8), np.empty((len(x), 2), np.float32)
     _encode_q4_k(x, d, dmin, sc, m, codes, fitted)
     d, dmin = _nearest_half(fitted[:, 0]), _nearest_half(fitted[:, 1])
