@@ -8,7 +8,16 @@ import pytest
 from hypothesis import HealthCheck, settings
 
 # A skip is fine where the machine lacks a part. Any other reason could hide a test that runs nowhere.
-ALLOWED_SKIPS = ("needs avx512", "needs avx2", "needs linux", "needs two cpus", "needs ggml", "needs a gpu")
+ALLOWED_SKIPS = (
+    "needs avx512",
+    "needs avx2",
+    "needs linux",
+    "affinity masks exist on linux",
+    "needs two cpus",
+    "needs ggml",
+    "needs a gpu",
+    "needs compiled code",
+)
 
 # Compiling takes seconds, so a deadline says nothing; the same examples every time, so a failure is a change.
 settings.register_profile(

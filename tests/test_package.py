@@ -23,7 +23,7 @@ FOLDERS = {"scheduler": "trilane"} | {
 }
 
 # The decision files: functions over plain arrays. They know no kernel, no device and no thread.
-DECISIONS = {"expert", "cost", "profile", "residency", "eviction", "state", "planner"}
+DECISIONS = {"expert", "cost", "profile", "plan", "split", "residency", "eviction", "state", "planner"}
 LEAVES = {"jit", "errors"}
 # Who may import whom, as prefixes of module names below "trilane."; the first rule that fits a module counts.
 # The rest (engine, store, stats, devices, command line, integrations) may import everything.
