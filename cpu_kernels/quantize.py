@@ -1,9 +1,10 @@
 """Floats to source bytes: the entry points, and the quantisers whose rule needs no search.
 
-F32, F16 and BF16 round to nearest even and keep NaN; Q8_0 and MXFP4 give the very bytes of the gguf package.
-The K-quants search their scales (quantize_k.py, compiled, imported on first use). Everything works on chunks
-that fit in a core's cache and lets go of the interpreter lock inside, so several Python threads may quantise
-parts of a matrix at once, each with its own rows of ``values`` and ``out``.
+F32, F16 and BF16 round to nearest even and keep NaN; Q8_0 and MXFP4 give the very bytes of the gguf
+package. The K-quants search their scales (quantize_q4_k.py, quantize_q6_k.py; compiled, imported on first
+use). Everything works on chunks that fit in a core's cache and lets go of the interpreter lock inside, so
+several Python threads may quantise parts of a matrix at once, each with its own rows of ``values`` and
+``out``.
 
 The bytes depend on the values alone: not on the machine, the chunks or the number of threads. It knows rows
 and blocks, not experts or files.
@@ -190,9 +191,10 @@ def _quantize_mxfp4(blocks: Float32Array) -> UInt8Array:
 def _quantizer(fmt: Format) -> Callable[[Float32Array], UInt8Array]:
     if fmt.name in _QUANTIZERS:
         return _QUANTIZERS[fmt.name]
-    from trilane.cpu_kernels import quantize_k
+    from trilane.cpu_kernels.quantize_q4_k import quantize_q4_k
+    from trilane.cpu_kernels.quantize_q6_k import quantize_q6_k
 
-    return quantize_k.quantize_q4_k if fmt.name == "q4_k" else quantize_k.quantize_q6_k
+    return quantize_q4_k if fmt.name == "q4_k" else quantize_q6_k
 
 
 _QUANTIZERS: dict[str, Callable[[Float32Array], UInt8Array]] = {
