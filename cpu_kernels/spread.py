@@ -7,7 +7,7 @@ from typing import Any
 
 from numba import types
 
-from trilane.cpu_kernels.atomics import add_at, load_at
+from trilane.cpu_kernels.atomics import add_at, compare_exchange_at, load_at
 from trilane.cpu_kernels.float_env import call_task
 from trilane.cpu_kernels.parking import wait_word
 from trilane.jit import compiled, native
@@ -31,7 +31,11 @@ def _run_on_worker(block, worker):
 
 @compiled
 def _touch_stripes(block, worker):
-    """Block: address, bytes, bytes of a stripe, workers. Adding 0 makes a page present, no more."""
+    """Block: address, bytes, bytes of a stripe, workers.
+
+    A page that is not present reads as zero, so "if 0, write 0" makes it present and changes nothing. (The
+    compiler turns "add 0" into a load, which would only map the system's page of zeros.)
+    """
     address, nbytes, stripe, num_workers = (
         load_at(block), load_at(block + 8), load_at(block + 16), load_at(block + 24)
     )  # fmt: skip
@@ -41,7 +45,7 @@ def _touch_stripes(block, worker):
         for page in range(begin, begin + stripe, PAGE_NBYTES):
             word = max(page, address)
             if word <= last:
-                add_at(word, 0)
+                compare_exchange_at(word, 0, 0)
     return 0
 
 

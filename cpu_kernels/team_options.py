@@ -34,13 +34,13 @@ def resolve_options(
     count = _checked_count(num_threads)
     if spin_us == "auto" and budget:
         spin_us = suggest_spin_us(budget, count, num_others)
-    spin = checked_number("spin_us", spin_us, zero=True)
+    spin = _checked_number("spin_us", spin_us, zero=True)
     wait_spin = WAIT_SPIN_FACTOR * spin if wait_spin_us == "auto" else wait_spin_us
     return TeamOptions(
         num_threads=count,
         spin_us=spin,
-        wait_spin_us=checked_number("wait_spin_us", wait_spin, zero=True),
-        stall_timeout_s=checked_number("stall_timeout_s", stall_timeout_s),
+        wait_spin_us=_checked_number("wait_spin_us", wait_spin, zero=True),
+        stall_timeout_s=_checked_number("stall_timeout_s", stall_timeout_s),
         reasons=reasons,
     )
 
@@ -51,7 +51,7 @@ def _checked_count(value: Any) -> int:
     return value
 
 
-def checked_number(name: str, value: Any, zero: bool = False) -> float:
+def _checked_number(name: str, value: Any, zero: bool = False) -> float:
     """A positive number (or zero, if allowed) that is finite; the error names what it is."""
     if not isinstance(value, (int, float)) or not (value > 0 or zero and value == 0) or value > MAX_NUMBER:
         rule = "a number, at least 0" if zero else "a positive number"
