@@ -242,7 +242,7 @@ def pack_expert(
 
     Raises
     ------
-    ValueError, TypeError
+    ValueError
         If a part is missing, not wanted, or of another shape or type.
     """
     source = ExpertSource(gate, up, down, gate_bias, up_bias, down_bias)
@@ -277,21 +277,20 @@ def unpack_expert(layout: ExpertLayout, packed: UInt8Array) -> ExpertSource:
         for shard in range(layout.num_shards)
     ]
     *gate_up, down = zip(*shards, strict=True)
-    matrices = [None] * (2 - len(gate_up)) + [np.concatenate(parts) for parts in gate_up]
-    return ExpertSource(*matrices, np.concatenate(down, axis=1), *_unpack_biases(layout, packed))
-
-
-def _unpack_biases(layout: ExpertLayout, packed: UInt8Array) -> list[Float32Array | None]:
+    *gate, up = (np.concatenate(rows) for rows in gate_up)
+    source = ExpertSource(gate[0] if gate else None, up, np.concatenate(down, axis=1))
     if not layout.has_bias:
-        return [None, None, None]
-    columns = [GATE_BIAS, UP_BIAS] if layout.gate is not None else [UP_BIAS]
-    found: list[Float32Array | None] = [
-        np.concatenate([_bias_view(layout, packed, shard, column) for shard in range(layout.num_shards)])
-        for column in columns
-    ]
+        return source
     start = layout.down_bias_offset
-    down = packed[start : start + 4 * layout.hidden].view(np.float32).copy()
-    return [None] * (2 - len(columns)) + found + [down]
+    return source._replace(
+        gate_bias=_unpack_bias(layout, packed, GATE_BIAS) if gate else None,
+        up_bias=_unpack_bias(layout, packed, UP_BIAS),
+        down_bias=packed[start : start + 4 * layout.hidden].view(np.float32).copy(),
+    )
+
+
+def _unpack_bias(layout: ExpertLayout, packed: UInt8Array, column: int) -> Float32Array:
+    return np.concatenate([_bias_view(layout, packed, j, column) for j in range(layout.num_shards)])
 
 
 def _check_buffer(layout: ExpertLayout, packed: UInt8Array) -> None:
@@ -302,18 +301,17 @@ def _check_buffer(layout: ExpertLayout, packed: UInt8Array) -> None:
         )
 
 
-def _wanted_shapes(layout: ExpertLayout) -> ExpertSource:
-    """The shape that each part of the source must have, None where it must be absent."""
-    hidden, intermediate, gate = layout.hidden, layout.intermediate, layout.gate
-    bias = layout.has_bias
-    return ExpertSource(
+def _wanted_shapes(layout: ExpertLayout) -> list[tuple[int, ...] | None]:
+    """The shape that each part of an ExpertSource must have, None where it must be absent."""
+    hidden, intermediate, gate, bias = layout.hidden, layout.intermediate, layout.gate, layout.has_bias
+    return [
         (intermediate, gate.row_source_nbytes(hidden)) if gate is not None else None,
         (intermediate, layout.up.row_source_nbytes(hidden)),
         (hidden, layout.down.row_source_nbytes(intermediate)),
         (intermediate,) if bias and gate is not None else None,
         (intermediate,) if bias else None,
         (hidden,) if bias else None,
-    )  # type: ignore[arg-type]
+    ]
 
 
 def _check_source(layout: ExpertLayout, source: ExpertSource) -> None:

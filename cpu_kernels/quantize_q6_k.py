@@ -100,7 +100,7 @@ def quantize_q6_k(blocks: Float32Array) -> UInt8Array:
     x = blocks.reshape(-1, 16, 16)
     scale = np.empty((len(x), 16), np.float32)
     _fit_q6_k(x, STEPS, scale)
-    d = half_above(_signed_largest(scale) / -128)
+    d = half_above(_signed_largest(scale) / np.float32(-128))
     sc = multiples(scale, d, -128, 127)
     codes, fitted = np.empty(x.shape, np.uint8), np.empty(len(x), np.float32)
     _encode_q6_k(x, d, sc, codes, fitted)
