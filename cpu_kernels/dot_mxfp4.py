@@ -17,7 +17,7 @@ from typing import Any
 from trilane.cpu_kernels.emit import I8X8, I8X16, I8X32, I16X16, I32X8, Emitter, V, Vec
 from trilane.cpu_kernels.rows import make_rows as make_row_loop
 from trilane.cpu_kernels.simd_float import smax
-from trilane.cpu_kernels.sub_blocks import ORDER, fold_doubles, fold_words, gather, make_block4
+from trilane.cpu_kernels.sub_blocks import ORDER, fold_doubles, fold_pairs, gather, make_block4
 
 MAIN_NBYTES, SIDE_NBYTES = 128, 8
 OFFSET = 12
@@ -64,10 +64,9 @@ def _pair_sums(e: Emitter, values: V, x: V) -> V:
 def _row_dots(e: Emitter, main: V, record: V) -> V:
     s = [_products(e, main + 16 * j, record + 32 * j) for j in (0, 2, 4, 6)]
     if e.isa == "avx512":
-        return fold_doubles(fold_words(s[0], s[1]), fold_words(s[2], s[3]))
-    # pairs of words move together; the sum of two still fits
-    words = [fold_words(a.view(I32X8), b.view(I32X8), I16X16) for a, b in (s[:2], s[2:])]
-    return fold_doubles(*(e.madd(w, e.const(I16X16, 1)) for w in words))
+        return fold_pairs(fold_doubles(s[0], s[2]), fold_doubles(s[1], s[3]))
+    words = [fold_doubles(s[k].view(I32X8), s[k + 2].view(I32X8), I16X16) for k in (0, 1)]  # two still fit
+    return fold_pairs(*(e.madd(w, e.const(I16X16, 1)) for w in words))
 
 
 def _sub_dots(e: Emitter, main: V, x: V) -> V:

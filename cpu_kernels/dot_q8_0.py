@@ -16,7 +16,7 @@ from trilane.cpu_kernels.sub_blocks import (
     ORDER,
     fold_doubles,
     fold_halves,
-    fold_words,
+    fold_pairs,
     gather,
     make_block4,
 )
@@ -37,9 +37,9 @@ def _dot32(e: Emitter, main: V, x: V) -> V:
 
 
 def _row_dots(e: Emitter, main: V, record: V) -> V:
-    s = [_dot32(e, main + 32 * j, record + 32 * j) for j in ORDER]
-    twos = [fold_words(s[k], s[k + 1]) for k in (0, 2, 4, 6)]
-    return fold_halves(fold_doubles(twos[0], twos[1]), fold_doubles(twos[2], twos[3]))
+    s = [_dot32(e, main + 32 * j, record + 32 * j) for j in range(8)]
+    twos = [fold_doubles(s[j], s[j + 4]) for j in range(4)]
+    return fold_halves(fold_pairs(twos[0], twos[2]), fold_pairs(twos[1], twos[3]))
 
 
 def _row_scales(e: Emitter, side: V) -> V:

@@ -25,10 +25,11 @@ ORDER = [0, 2, 4, 6, 1, 3, 5, 7]
 """Which sub-block each lane of a whole block's vectors stands for: in this order the tree crosses the middle
 of a vector only once, at its end."""
 
-_HALVES = [0, 1, 2, 3, 8, 9, 10, 11], [4, 5, 6, 7, 12, 13, 14, 15]
-_WORDS = [0, 8, 1, 9, 4, 12, 5, 13], [2, 10, 3, 11, 6, 14, 7, 15]  # interleaved within each 128 bits
-_DOUBLES = [0, 1, 8, 9, 4, 5, 12, 13], [2, 3, 10, 11, 6, 7, 14, 15]
-_SINGLES = [0, 2, 8, 10, 4, 6, 12, 14], [1, 3, 9, 11, 5, 7, 13, 15]
+# Lanes of (a, b) that are added. Each first half is a blend, which is cheaper than a shuffle; numbers go per
+# 128 bits. This takes less work than the instructions for horizontal sums.
+_HALVES = [0, 1, 2, 3, 12, 13, 14, 15], [4, 5, 6, 7, 8, 9, 10, 11]
+_DOUBLES = [0, 1, 10, 11, 4, 5, 14, 15], [2, 3, 8, 9, 6, 7, 12, 13]
+_PAIRS = [0, 9, 2, 11, 4, 13, 6, 15], [1, 8, 3, 10, 5, 12, 7, 14]
 
 
 def _folded(a: V, b: V, lanes: tuple[list[int], list[int]], add_as: Vec | None = None) -> V:
@@ -36,26 +37,25 @@ def _folded(a: V, b: V, lanes: tuple[list[int], list[int]], add_as: Vec | None =
     return first.view(add_as) + second.view(add_as) if add_as else first + second
 
 
-def fold_words(a: V, b: V, add_as: Vec | None = None) -> V:
-    """8 lanes each, per 128 bits: [a a a a], [b b b b] -> sums [a b a b]; two shuffles and an addition, less
-    work than the instruction for horizontal sums. ``add_as`` adds the lanes as another type."""
-    return _folded(a, b, _WORDS, add_as)
-
-
-def fold_doubles(a: V, b: V) -> V:
-    """8 lanes each, per 128 bits: [a c a c], [b d b d] -> sums [a c b d]."""
-    return _folded(a, b, _DOUBLES)
-
-
 def fold_halves(a: V, b: V) -> V:
-    """[low half of a + its high half, the same of b]; 8 lanes each."""
+    """8 lanes each -> [low half of a + its high half, the same of b]."""
     return _folded(a, b, _HALVES)
+
+
+def fold_doubles(a: V, b: V, add_as: Vec | None = None) -> V:
+    """Per 128 bits [a0 a1 a2 a3], [b0 ...] -> [a0 + a2, a1 + a3, b0 + b2, b1 + b3], added as ``add_as``."""
+    return _folded(a, b, _DOUBLES, add_as)
+
+
+def fold_pairs(a: V, b: V) -> V:
+    """Per 128 bits [a0 a1 a2 a3], [b0 ...] -> [a0 + a1, b0 + b1, a2 + a3, b2 + b3]."""
+    return _folded(a, b, _PAIRS)
 
 
 def tree4(rows: Sequence[V]) -> V:
     """The contract's tree over four ``<8 x f32>`` in :data:`ORDER` -> ``<4 x f32>``, one lane a row."""
-    ab, cd = fold_doubles(rows[0], rows[1]), fold_doubles(rows[2], rows[3])
-    twos = _folded(ab, cd, _SINGLES)
+    a, b, c, d = rows
+    twos = fold_pairs(fold_doubles(a, c), fold_doubles(b, d))
     return twos.shuffle(range(4)) + twos.shuffle(range(4, 8))
 
 
