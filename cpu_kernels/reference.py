@@ -172,9 +172,7 @@ def reference_expert(
     return ExpertValues(v, out if down_bias is None else out + np.asarray(down_bias, np.float32))
 
 
-def reference_combine(
-    weights: Floats, outs: Floats, skip: npt.NDArray[np.bool_] | None = None
-) -> Floats:
+def reference_combine(weights: Floats, outs: Floats, skip: npt.NDArray[np.bool_] | None = None) -> Floats:
     """Combine ``outs`` (rows, k, hidden) with router ``weights`` (rows, k) in rank order; ``skip`` (rows, k)
     leaves an expert out. NaN results are canonical."""
     y = np.zeros((outs.shape[0], outs.shape[2]), np.float32)
