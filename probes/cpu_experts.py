@@ -48,7 +48,7 @@ class ExpertRate:
     ggml_gb_s : float or None
         Of ggml's dot product; None where there is none to compare with.
     disturbed : bool
-        The machine was busy: a sample of some case was never undisturbed.
+        The machine was so busy that the figures are estimates.
     """
 
     format: str
@@ -85,7 +85,7 @@ def measure_cpu_experts(
     isa: str | None = None,
     ggml: Ggml | None = None,
     arenas: tuple[Arena, Arena] | None = None,
-    num_samples: int = 15,
+    num_samples: int = 31,
 ) -> Iterator[ExpertRate]:
     """Measure, format by format, shape by shape; yields each rate as it is known.
 

@@ -64,7 +64,7 @@ class Timing:
     num_samples, num_discarded : int
         Samples that counted, and those in which a thread lost its core.
     disturbed : bool
-        So few samples were undisturbed that all were counted: the figures are too slow.
+        So few samples were undisturbed that all were counted, by the time that threads had a core.
     """
 
     name: str
@@ -97,9 +97,14 @@ def _meet(words, num_threads):
 
 @compiled
 def _run_thread(words, num_threads, calls, rings, first, num_steps, wall_ns, cpu_ns):
-    """All rounds of one thread: case c runs ``num_steps[c]`` steps of its ring from ``first[r, c]`` on."""
+    """All rounds of one thread: case c runs ``num_steps[c]`` steps of its ring from ``first[r, c]`` on.
+
+    Each round begins with another case: on a busy machine, time slices would else hit the same one each time.
+    """
+    num_cases = first.shape[1]
     for r in range(first.shape[0]):
-        for c in range(first.shape[1]):
+        for turn in range(num_cases):
+            c = (r + turn) % num_cases
             _meet(words, num_threads)
             begin_cpu = thread_cpu_ns()
             begin = mono_ns()
@@ -150,7 +155,7 @@ class _Runner:
 
 
 def time_cases(
-    cases: Sequence[Case], *, num_samples: int = 15, sample_us: float = 2000.0, most_rounds: int = 90
+    cases: Sequence[Case], *, num_samples: int = 31, sample_us: float = 500.0, most_rounds: int = 310
 ) -> list[Timing]:
     """Time cases against each other.
 
@@ -161,7 +166,8 @@ def time_cases(
     num_samples : int
         Undisturbed samples wanted of each case.
     sample_us : float
-        About how long one sample should take; sets the number of steps in it.
+        About how long one sample should take; sets the number of steps in it. Well under a time slice, so
+        that samples fit between those of other programs.
     most_rounds : int
         When to give up on a machine that is busy with other things.
 
@@ -180,9 +186,9 @@ def time_cases(
     wall, _ = runner.run(once, 3)
     step_us = wall.max(0).min(0) / 1e3
     num_steps = np.maximum(1, sample_us / np.maximum(step_us, 0.01)).astype(np.int64)
-    samples, kept = _collect(runner, num_steps, num_samples, most_rounds)
+    wall, cpu = _collect(runner, num_steps, num_samples, most_rounds)
     return [
-        _summary(case, samples[:, c], kept[:, c], int(num_steps[c]), min(3, num_samples))
+        _summary(case, wall[:, :, c], cpu[:, :, c], int(num_steps[c]), min(5, num_samples))
         for c, case in enumerate(cases)
     ]
 
@@ -190,19 +196,23 @@ def time_cases(
 def _collect(
     runner: _Runner, num_steps: NDArray[np.int64], num_samples: int, most_rounds: int
 ) -> tuple[NDArray[Any], NDArray[Any]]:
-    """Sample ns and whether each counts, (rounds, cases), until every case has enough."""
-    samples, kept = np.zeros((2, 0, len(num_steps)), np.int64)
-    while kept.sum(0).min() < num_samples and len(kept) < most_rounds:
+    """Wall and CPU ns, (threads, rounds, cases), of so many rounds that every case has enough samples."""
+    walls, cpus = np.zeros((2, runner.num_threads, 0, len(num_steps)), np.int64)
+    while _own_core(walls, cpus).sum(0).min() < num_samples and walls.shape[1] < most_rounds:
         wall, cpu = runner.run(num_steps, num_samples)
-        samples = np.concatenate([samples, wall.max(0)])
-        kept = np.concatenate([kept, (cpu >= OWN_CORE * wall).all(0)])
-    return samples, kept
+        walls, cpus = np.concatenate([walls, wall], axis=1), np.concatenate([cpus, cpu], axis=1)
+    return walls, cpus
 
 
-def _summary(case: Case, sample_ns: NDArray[Any], kept: NDArray[Any], num_steps: int, fewest: int) -> Timing:
-    kept = kept.astype(bool)
+def _own_core(wall_ns: NDArray[Any], cpu_ns: NDArray[Any]) -> NDArray[np.bool_]:
+    """Whether all threads had their core all the time, for each sample."""
+    return (cpu_ns >= OWN_CORE * wall_ns).all(0)
+
+
+def _summary(case: Case, wall_ns: NDArray[Any], cpu_ns: NDArray[Any], num_steps: int, fewest: int) -> Timing:
+    kept = _own_core(wall_ns, cpu_ns)
     disturbed = int(kept.sum()) < fewest
-    counted = sample_ns if disturbed else sample_ns[kept]
+    counted = cpu_ns.max(0) if disturbed else wall_ns.max(0)[kept]
     low, median, high = np.quantile(counted / (1e3 * num_steps), [0.25, 0.5, 0.75])
     return Timing(
         name=case.name,
@@ -212,6 +222,6 @@ def _summary(case: Case, sample_ns: NDArray[Any], kept: NDArray[Any], num_steps:
         gb_s=case.nbytes / (float(median) * 1e3),
         num_steps=num_steps,
         num_samples=len(counted),
-        num_discarded=len(sample_ns) - len(counted),
+        num_discarded=len(kept) - len(counted),
         disturbed=disturbed,
     )

@@ -172,7 +172,7 @@ def _print_rates(rates: Sequence[ExpertRate], machine_line: str) -> None:
 def _warn(rates: Sequence[ExpertRate], has_ggml: bool) -> None:
     num_disturbed = sum(rate.disturbed for rate in rates)
     if num_disturbed:
-        typer.echo(f"{num_disturbed} rows were measured on a busy machine and are too slow.", err=True)
+        typer.echo(f"{num_disturbed} rows are estimates: the machine was busy with other things.", err=True)
     if not has_ggml:
         typer.echo(
             "ggml was not found: pip install 'trilane[bench]', or give its library by --ggml.", err=True

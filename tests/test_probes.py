@@ -61,11 +61,11 @@ def test_steps_without_a_call_do_nothing() -> None:
 
 def test_a_busy_machine_is_told() -> None:
     case = timing.Case("x", 100, np.zeros((1, 1, timing.NUM_WORDS), np.int64))
-    samples, kept = np.array([1000, 9000, 2000, 3000]), np.array([1, 0, 1, 1])
-    calm = timing._summary(case, samples, kept, 1, 3)
-    assert (calm.median_us, calm.num_discarded, calm.disturbed) == (2.0, 1, False)
-    busy = timing._summary(case, samples, np.array([1, 0, 0, 0]), 1, 3)
-    assert (busy.num_samples, busy.disturbed) == (4, True)
+    wall = np.array([[1000, 9000, 2000, 3000]])
+    calm = timing._summary(case, wall, np.array([[1000, 900, 2000, 3000]]), 1, 3)
+    assert (calm.median_us, calm.num_samples, calm.num_discarded, calm.disturbed) == (2.0, 3, 1, False)
+    busy = timing._summary(case, wall, np.array([[1000, 900, 900, 900]]), 1, 3)
+    assert (busy.median_us, busy.num_samples, busy.disturbed) == (0.9, 4, True)
 
 
 def test_a_scattered_order_visits_everything() -> None:
