@@ -206,7 +206,7 @@ def _collect(
 
 def _own_core(wall_ns: NDArray[Any], cpu_ns: NDArray[Any]) -> NDArray[np.bool_]:
     """Whether all threads had their core all the time, for each sample."""
-    return (cpu_ns >= OWN_CORE * wall_ns).all(0)
+    return np.all(cpu_ns >= OWN_CORE * wall_ns, axis=0)
 
 
 def _summary(case: Case, wall_ns: NDArray[Any], cpu_ns: NDArray[Any], num_steps: int, fewest: int) -> Timing:

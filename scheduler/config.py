@@ -60,15 +60,25 @@ class _Section(BaseModel):
 class CacheConfig(_Section):
     """The slots of the device and who keeps them. Give the size at most once: slots, fraction or nbytes."""
 
-    slots: int | None = Field(None, ge=0, description="slots in all; each holds one shard of an expert")
-    fraction: float | None = Field(None, ge=0, le=1, description="slots as a part of all shards, 0 to 1")
-    nbytes: Size | None = Field(None, description="bytes of device memory for slots, e.g. '4.5GiB'")
-    pool: Literal["shared", "layer"] = Field("shared", description="one pool for all layers, or one a layer")
+    slots: int | None = Field(
+        default=None, ge=0, description="slots in all; each holds one shard of an expert"
+    )
+    fraction: float | None = Field(
+        default=None, ge=0, le=1, description="slots as a part of all shards, 0 to 1"
+    )
+    nbytes: Size | None = Field(default=None, description="bytes of device memory for slots, e.g. '4.5GiB'")
+    pool: Literal["shared", "layer"] = Field(
+        default="shared", description="one pool for all layers, or one a layer"
+    )
     eviction: Literal["lru", "decayed_frequency"] = Field(
-        "decayed_frequency", description="who goes first: the least recently, or the least often used of late"
+        default="decayed_frequency",
+        description="who goes first: the least recently, or the least often used of late",
     )
     half_life_steps: float = Field(
-        16.0, gt=0, allow_inf_nan=False, description="steps after which a use counts half (decayed_frequency)"
+        default=16.0,
+        gt=0,
+        allow_inf_nan=False,
+        description="steps after which a use counts half (decayed_frequency)",
     )
 
     @model_validator(mode="after")
@@ -91,13 +101,18 @@ class PolicyConfig(_Section):
     """Which lanes may serve a miss, and what is admitted to the cache."""
 
     lanes: tuple[Lane, ...] = Field(
-        ("stream", "zero_copy", "cpu"), min_length=1, strict=False, description="lanes that may be used"
+        default=("stream", "zero_copy", "cpu"),
+        min_length=1,
+        strict=False,
+        description="lanes that may be used",
     )
-    force: Lane | None = Field(None, description="send every miss to this lane; None: the fastest split")
+    force: Lane | None = Field(
+        default=None, description="send every miss to this lane; None: the fastest split"
+    )
     admit: Literal["always", "score"] = Field(
-        "score", description="fill a slot always, or only for an expert worth at least its victim"
+        default="score", description="fill a slot always, or only for an expert worth at least its victim"
     )
-    fills: bool = Field(True, description="let idle link time fill slots in the background")
+    fills: bool = Field(default=True, description="let idle link time fill slots in the background")
 
     @model_validator(mode="after")
     def _force_is_allowed(self) -> Self:
@@ -110,16 +125,16 @@ class CpuConfig(_Section):
     """The team of workers that computes on the processor."""
 
     threads: Annotated[int, Field(ge=1)] | Literal["auto"] = Field(
-        "auto", description="worker threads; auto: physical cores allowed, less one for the driver"
+        default="auto", description="worker threads; auto: physical cores allowed, less one for the driver"
     )
     spin_us: Annotated[float, Field(ge=0, le=1e6)] | Literal["auto"] = Field(
-        "auto", description="us that a worker spins before it sleeps; auto: 0 where cores are short"
+        default="auto", description="us that a worker spins before it sleeps; auto: 0 where cores are short"
     )
     isa: Literal["auto", "avx512", "avx2", "portable"] = Field(
-        "auto", description="instruction set of the kernels; the bits are the same"
+        default="auto", description="instruction set of the kernels; the bits are the same"
     )
     stall_timeout_s: float = Field(
-        30.0,
+        default=30.0,
         gt=0,
         allow_inf_nan=False,
         description="s without progress until a worker counts as stalled",
@@ -129,13 +144,16 @@ class CpuConfig(_Section):
 class HostDeviceConfig(_Section):
     """Rates that the host device plays. None: the machine's own speed, nothing is played."""
 
-    link_gb_s: Rate | None = Field(None, description="GB/s (1e9 bytes) of copies over the link")
+    link_gb_s: Rate | None = Field(default=None, description="GB/s (1e9 bytes) of copies over the link")
     link_fix_us: float | None = Field(
-        None, ge=0, allow_inf_nan=False, description="us that each copy over the link costs beside its bytes"
+        default=None,
+        ge=0,
+        allow_inf_nan=False,
+        description="us that each copy over the link costs beside its bytes",
     )
-    zero_copy_gb_s: Rate | None = Field(None, description="GB/s of reads in place over the link")
-    hit_gb_s: Rate | None = Field(None, description="GB/s at which resident shards are computed")
-    cpu_gb_s: Rate | None = Field(None, description="GB/s at which the CPU lane computes")
+    zero_copy_gb_s: Rate | None = Field(default=None, description="GB/s of reads in place over the link")
+    hit_gb_s: Rate | None = Field(default=None, description="GB/s at which resident shards are computed")
+    cpu_gb_s: Rate | None = Field(default=None, description="GB/s at which the CPU lane computes")
 
 
 class Config(BaseModel):
