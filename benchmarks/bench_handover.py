@@ -35,8 +35,9 @@ from trilane.cpu_kernels.atomics import (
     thread_cpu_ns,
 )
 from trilane.cpu_kernels.cpus import read_cpu_budget
+from trilane.cpu_kernels.jobs import post_job, wait_job
 from trilane.cpu_kernels.parking import wait_word
-from trilane.cpu_kernels.team import WorkerTeam, post_job, wait_job
+from trilane.cpu_kernels.team import WorkerTeam
 from trilane.jit import compiled, native
 from trilane.probes.machine import describe_machine
 

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Iterator
 from typing import Any
 
+import numpy as np
 from numba import types
 
 from trilane.cpu_kernels.atomics import add_at, compare_exchange_at, load_at
@@ -14,6 +16,7 @@ from trilane.jit import compiled, native
 
 TASK_SIGNATURE = types.int64(types.int64, types.int64, types.int64)
 PAGE_NBYTES = 4096
+TOUCH_ROUND_NBYTES = 256 << 20  # what a worker touches at a time: no stall, and Ctrl-C gets through
 
 
 @compiled
@@ -69,3 +72,16 @@ def first_touch_task() -> Any:
         return _touch_stripes(block, worker)
 
     return first_touch
+
+
+def touch_blocks(address: int, nbytes: int, stripe_nbytes: int, num_workers: int) -> Iterator[np.ndarray]:
+    """Blocks for :func:`first_touch_task`, one for each round over all workers; bad sizes are refused."""
+    if address <= 0 or address % 8 or nbytes < 0 or stripe_nbytes <= 0 or stripe_nbytes % PAGE_NBYTES:
+        raise ValueError(
+            f"{nbytes} bytes at address {address:#x} in stripes of {stripe_nbytes}: the address must be a "
+            f"multiple of 8, the stripe one of {PAGE_NBYTES}, and the size not negative"
+        )
+    round_nbytes = num_workers * stripe_nbytes * max(1, TOUCH_ROUND_NBYTES // stripe_nbytes)
+    for begin in range(0, nbytes, round_nbytes):
+        part = min(round_nbytes, nbytes - begin)
+        yield np.array([address + begin, part, stripe_nbytes, num_workers], np.int64)

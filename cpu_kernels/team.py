@@ -18,9 +18,8 @@ import numpy as np
 from numba import config
 
 from trilane.cpu_kernels import jobs
-from trilane.cpu_kernels.jobs import cancel_job, job_done, job_error, post_job, wait_job
-from trilane.cpu_kernels.parking import wait_word
-from trilane.cpu_kernels.spread import PAGE_NBYTES, each_worker_task, first_touch_task
+from trilane.cpu_kernels.jobs import cancel_job, job_error, post_job, wait_job
+from trilane.cpu_kernels.spread import each_worker_task, first_touch_task, touch_blocks
 from trilane.cpu_kernels.team_errors import (
     TaskFailed,
     TeamClosed,
@@ -41,12 +40,6 @@ __all__ = [
     "WorkerDied",
     "WorkerStalled",
     "WorkerTeam",
-    "cancel_job",
-    "job_done",
-    "job_error",
-    "post_job",
-    "wait_job",
-    "wait_word",
 ]
 
 DRAIN_S = 0.2  # how long an interrupted wait lets running tasks end before it gives the interrupt on
@@ -231,13 +224,8 @@ class WorkerTeam:
 
         The system places a page on the node of the thread that first touches it.
         """
-        if address <= 0 or address % 8 or nbytes < 0 or stripe_nbytes <= 0 or stripe_nbytes % PAGE_NBYTES:
-            raise ValueError(
-                f"{nbytes} bytes at address {address:#x} in stripes of {stripe_nbytes}: the address must be a "
-                f"multiple of 8, the stripe one of {PAGE_NBYTES}, and the size not negative"
-            )
-        block = np.array([address, nbytes, stripe_nbytes, self.num_threads], np.int64)
-        self._run_on_each(first_touch_task().address, block.ctypes.data, block)
+        for block in touch_blocks(address, nbytes, stripe_nbytes, self.num_threads):
+            self._run_on_each(first_touch_task().address, block.ctypes.data, block)
 
     @property
     def abort_address(self) -> int:

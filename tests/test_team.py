@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import mmap
 import os
 import signal
 import subprocess
@@ -18,6 +19,7 @@ from numba.core.runtime import _nrt_python, rtsys
 
 from trilane.cpu_kernels import jobs
 from trilane.cpu_kernels.float_env import EXACT, FLUSH, set_float_mode
+from trilane.cpu_kernels.jobs import job_done, job_error, post_job, wait_job
 from trilane.cpu_kernels.parking import RESTED_WAITS, spin_while
 from trilane.cpu_kernels.team import (
     LaneThread,
@@ -27,10 +29,6 @@ from trilane.cpu_kernels.team import (
     WorkerDied,
     WorkerStalled,
     WorkerTeam,
-    job_done,
-    job_error,
-    post_job,
-    wait_job,
 )
 from trilane.jit import compiled
 
@@ -162,17 +160,30 @@ def test_run_on_each_calls_every_worker_once():
     assert counts.tolist() == [20] * 5
 
 
-def resident_nbytes():
-    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+def written_nbytes(address):
+    """Bytes that are present in the mapping that holds ``address``; the system's page of zeros counts not."""
+    inside = False
+    for line in Path("/proc/self/smaps").read_text().splitlines():
+        head = line.split()[0]
+        if "-" in head:
+            first, last = (int(end, 16) for end in head.split("-"))
+            inside = first <= address < last
+        elif inside and head == "Anonymous:":
+            return 1024 * int(line.split()[1])
+    raise AssertionError(f"no mapping holds {address:#x}")
 
 
 @pytest.mark.skipif(not LINUX, reason="needs linux: reads /proc")
-def test_first_touch_makes_pages_present(team):
-    nbytes = 32 << 20
-    fresh = np.empty(nbytes, np.uint8)  # anonymous and untouched: malloc maps large blocks
-    before = resident_nbytes()
-    team.first_touch(fresh.ctypes.data, nbytes)
-    assert resident_nbytes() - before > 0.9 * nbytes
+@pytest.mark.parametrize("round_nbytes", [8192, 256 << 20])
+def test_first_touch_makes_all_pages_present(team, monkeypatch, round_nbytes):
+    monkeypatch.setattr("trilane.cpu_kernels.spread.TOUCH_ROUND_NBYTES", round_nbytes)
+    nbytes = 2 << 20
+    fresh = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    fresh.madvise(mmap.MADV_DONTFORK)  # keeps it apart from its neighbours in smaps
+    address = np.frombuffer(fresh, np.uint8).ctypes.data
+    before = written_nbytes(address)
+    team.first_touch(address, nbytes, stripe_nbytes=8192)
+    assert written_nbytes(address) - before == nbytes
 
 
 @pytest.mark.parametrize(("skip", "nbytes"), [(0, 1 << 16), (8, 50_000), (24, 12), (0, 3), (0, 0)])
@@ -313,6 +324,13 @@ def test_bad_jobs_are_named(team):
         team.post(tasks.count(), 0, -1)
     with pytest.raises(ValueError, match="ticket 5 was never posted"):
         team.wait(5)
+
+
+def test_without_compiled_code_it_says_so():
+    code = "from trilane.cpu_kernels.team import WorkerTeam; WorkerTeam(1).start()"
+    environment = {**os.environ, "NUMBA_DISABLE_JIT": "1"}
+    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True)
+    assert "TeamError: workers need compiled code, but NUMBA_DISABLE_JIT is set" in done.stderr
 
 
 @pytest.mark.skipif(not LINUX, reason="needs linux: pins threads")
