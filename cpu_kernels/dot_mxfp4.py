@@ -17,7 +17,7 @@ from typing import Any
 from trilane.cpu_kernels.emit import I8X8, I8X16, I8X32, I16X16, I32X8, Emitter, V, Vec
 from trilane.cpu_kernels.rows import make_rows as make_row_loop
 from trilane.cpu_kernels.simd_float import smax
-from trilane.cpu_kernels.sub_blocks import ORDER, fold_doubles, fold_pairs, gather, make_block4
+from trilane.cpu_kernels.sub_blocks import ORDER, fold8, fold_doubles, fold_pairs, gather, make_block4
 
 MAIN_NBYTES, SIDE_NBYTES = 128, 8
 OFFSET = 12
@@ -49,19 +49,12 @@ def _products(e: Emitter, main: V, x: V) -> V:
     low, high = _unsigned_values(e, w & 15), _unsigned_values(e, w >> 4)
     if e.isa == "avx512":
         return e.dot_bytes(e.dot_bytes(e.const(I32X8, 0), low, x_low), high, x_high)
-    return _pair_sums(e, low, x_low) + _pair_sums(e, high, x_high)
-
-
-def _pair_sums(e: Emitter, values: V, x: V) -> V:
-    """Products added in twos, in 16 bits, which always suffice here; in each half those of its 16 bytes."""
-    if e.isa != "portable":
-        return e.maddubs(values, x)
-    wide = Vec("i16", 32)
-    products = values.zext(wide) * x.sext(wide)
-    return products.shuffle([*range(8), *range(16, 24)]) + products.shuffle([*range(8, 16), *range(24, 32)])
+    return e.maddubs(low, x_low) + e.maddubs(high, x_high)
 
 
 def _row_dots(e: Emitter, main: V, record: V) -> V:
+    if e.isa == "portable":
+        return fold8([_sub_dots(e, main + 16 * j, record + 32 * j) for j in range(8)])
     s = [_products(e, main + 16 * j, record + 32 * j) for j in (0, 2, 4, 6)]
     if e.isa == "avx512":
         return fold_pairs(fold_doubles(s[0], s[2]), fold_doubles(s[1], s[3]))
@@ -77,7 +70,10 @@ def _sub_dots(e: Emitter, main: V, x: V) -> V:
     a = e.load(I8X32, x)
     if e.isa == "avx512":
         return e.dot_bytes(e.const(I32X8, 0), values, a)
-    return e.madd(_pair_sums(e, values, a), e.const(I16X16, 1))
+    if e.isa == "avx2":
+        return e.madd(e.maddubs(values, a), e.const(I16X16, 1))
+    products = values.zext(Vec("i16", 32)) * a.sext(Vec("i16", 32))
+    return e.madd(products.shuffle(range(16)) + products.shuffle(range(16, 32)), e.const(I16X16, 1))
 
 
 def _power_of_two(e: Emitter, exponents: V) -> V:

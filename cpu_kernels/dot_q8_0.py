@@ -12,14 +12,7 @@ from typing import Any
 
 from trilane.cpu_kernels.emit import I8X32, I16X4, I16X8, I16X16, I32X8, Emitter, V
 from trilane.cpu_kernels.rows import make_rows as make_row_loop
-from trilane.cpu_kernels.sub_blocks import (
-    ORDER,
-    fold_doubles,
-    fold_halves,
-    fold_pairs,
-    gather,
-    make_block4,
-)
+from trilane.cpu_kernels.sub_blocks import ORDER, fold8, gather, make_block4
 
 MAIN_NBYTES, SIDE_NBYTES = 256, 16
 _VNNI_OFFSET = 128  # q + 128 is the unsigned byte that vpdpbusd wants
@@ -37,9 +30,7 @@ def _dot32(e: Emitter, main: V, x: V) -> V:
 
 
 def _row_dots(e: Emitter, main: V, record: V) -> V:
-    s = [_dot32(e, main + 32 * j, record + 32 * j) for j in range(8)]
-    twos = [fold_doubles(s[j], s[j + 4]) for j in range(4)]
-    return fold_halves(fold_pairs(twos[0], twos[2]), fold_pairs(twos[1], twos[3]))
+    return fold8([_dot32(e, main + 32 * j, record + 32 * j) for j in range(8)])
 
 
 def _row_scales(e: Emitter, side: V) -> V:

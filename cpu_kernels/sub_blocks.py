@@ -14,10 +14,10 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from llvmlite import ir
-from numba.core import cgutils
+from numba.core import cgutils, types
 
 from trilane.cpu_kernels.activation import BS32, D
-from trilane.cpu_kernels.emit import F32X4, F32X8, I32X4, I32X8, Emitter, V, Vec, emitted, f32, i64
+from trilane.cpu_kernels.emit import F32X4, F32X8, I32X8, Emitter, V, Vec, emitted, f32, i32, i64
 from trilane.cpu_kernels.rows import BLOCK4_ARGS
 from trilane.jit import compiled
 
@@ -50,6 +50,12 @@ def fold_doubles(a: V, b: V, add_as: Vec | None = None) -> V:
 def fold_pairs(a: V, b: V) -> V:
     """Per 128 bits [a0 a1 a2 a3], [b0 ...] -> [a0 + a1, b0 + b1, a2 + a3, b2 + b3]."""
     return _folded(a, b, _PAIRS)
+
+
+def fold8(s: Sequence[V]) -> V:
+    """Sums of eight ``<8 x i32>``, one for each sub-block -> ``<8 x i32>`` in :data:`ORDER`."""
+    twos = [fold_doubles(s[j], s[j + 4]) for j in range(4)]
+    return fold_halves(fold_pairs(twos[0], twos[2]), fold_pairs(twos[1], twos[3]))
 
 
 def tree4(rows: Sequence[V]) -> V:
@@ -133,8 +139,8 @@ def make_block4(
         mains, sides, record = args[:4], args[4:8], args[8]
         dots = e.sum4([sub_dots(e, main + j * sub_nbytes, record + (j << 5)) for main in mains])
         if offset:
-            x_sum = gather(e, Vec("i16", 4), [record + BS32 + (j << 1)] * 4).sext(I32X4)
-            dots = dots - x_sum * offset
+            x_sum = e.load(types.int16, record + BS32 + (j << 1)).sext(i32)
+            dots = dots - e.splat(x_sum * offset, 4)
         scales = sub_scales(e, [side + j * scale_nbytes for side in sides])
         e.store(slots + (j << 4), dots.to_float(F32X4) * scales, align=16)
 
