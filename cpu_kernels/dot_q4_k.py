@@ -5,8 +5,8 @@ low nibbles = sub-block 2 g, high nibbles = sub-block 2 g + 1). The contract: ``
 ``I2 = sum_j m_j * bsum_j`` exactly in int32, then
 ``v_b = fma(d_w * d_x, float(I1), -((dmin_w * d_x) * float(I2)))``.
 
-144 bytes and 512 operations a block; one core computes this two to three times as fast as its memory delivers.
-The headers of four rows are transposed, so that one instruction decodes all four.
+Bytes moved: 144 a block of weights; 512 operations. The headers of four rows are transposed, so that one
+instruction decodes all four; what differs between instruction sets is how I1 is summed.
 """
 
 from __future__ import annotations
@@ -18,9 +18,13 @@ from trilane.cpu_kernels.emit import (
     F32X4,
     I8X16,
     I8X32,
+    I8X64,
     I16X4,
     I16X16,
+    I16X32,
     I32X4,
+    I32X8,
+    I32X16,
     Emitter,
     V,
     emitted,
@@ -30,9 +34,8 @@ from trilane.cpu_kernels.rows import BLOCK4_ARGS
 from trilane.cpu_kernels.rows import make_rows as make_row_loop
 
 BLOCK_NBYTES = 144
+_QUANTS = 16  # offset in a block
 _BS32, _D = 256, 304  # offsets in an activation record
-_INTERLEAVE = [[base + half + k for k in range(4) for base in (0, 16)] for half in (0, 4)]
-_UNPACK = [[lane * 8 + i for lane in range(2) for i in half] for half in _INTERLEAVE]
 
 
 def _transpose(rows: Sequence[V]) -> list[V]:
@@ -43,7 +46,7 @@ def _transpose(rows: Sequence[V]) -> list[V]:
 
 
 def _headers(e: Emitter, rows: Sequence[V]) -> tuple[V, V, V, V, V]:
-    """(d and dmin as f16, scales 0-3, scales 4-7, minimums 0-3, minimums 4-7): lane r belongs to row r."""
+    """d and dmin as f16, scales 0-3, scales 4-7, minimums 0-3, minimums 4-7: lane r belongs to row r."""
     dm, low, mid, high = _transpose([e.load(I32X4, p) for p in rows])
     sc_high = (high & 0x0F0F0F0F) | ((low >> 2) & 0x30303030)
     mn_high = ((high >> 4) & 0x0F0F0F0F) | ((mid >> 2) & 0x30303030)
@@ -52,44 +55,83 @@ def _headers(e: Emitter, rows: Sequence[V]) -> tuple[V, V, V, V, V]:
 
 def _min_sums(e: Emitter, mn_low: V, mn_high: V, record: V) -> V:
     """I2 of the four rows."""
-    total = None
+    parts = []
     for k, mins in enumerate((mn_low, mn_high)):
         sums = e.load(I16X4, record + (_BS32 + 8 * k)).shuffle(list(range(4)) * 4)
-        part = e.madd(mins.view(I8X16).zext(I16X16), sums)
-        total = part if total is None else total + part
+        parts.append(e.madd(mins.view(I8X16).zext(I16X16), sums))
+    total = parts[0] + parts[1]
     return total.shuffle([0, 2, 4, 6]) + total.shuffle([1, 3, 5, 7])
 
 
-def _finish(e: Emitter, dm: V, i1: V, i2: V, record: V) -> V:
+def _value(e: Emitter, dm: V, i1: V, i2: V, record: V) -> V:
     d_x = e.splat(e.load(f32, record + _D), 4)
     d = e.half_to_float(dm.trunc(I16X4)) * d_x
     dmin = e.half_to_float((dm >> 16).trunc(I16X4)) * d_x
     return e.fma(d, i1.to_float(F32X4), -(dmin * i2.to_float(F32X4)))
 
 
-def _products(e: Emitter, quants: V, x_low: V, x_high: V, scales: V) -> V:
-    """Scaled sums of 64 products as ``<8 x i32>``: pair sums are at most 2 * 15 * 127, so words hold four."""
-    u, v = e.maddubs(quants & 15, x_low), e.maddubs(quants >> 4, x_high)
-    return e.madd(u.shuffle(_UNPACK[0], v) + u.shuffle(_UNPACK[1], v), scales)
+# ---- I1, one way per instruction set: four vectors of partial sums, one a row
+_UNPACK = [[8 * half + base + at + k for half in (0, 1) for k in range(4) for base in (0, 16)] for at in (0, 4)]
 
 
-def _block4(e: Emitter, p0: V, p1: V, p2: V, p3: V, *rest: V) -> V:
-    """256-bit vectors: group g of all four rows, then the next group."""
-    rows, record = (p0, p1, p2, p3), rest[4]
-    dm, sc_low, sc_high, mn_low, mn_high = _headers(e, rows)
-    words = [s.shuffle(list(range(4)) * 2).view(I8X32) for s in (sc_low, sc_high)]
-    sums: list[Any] = [None] * 4
+def _sums_avx2(e: Emitter, rows: Sequence[V], scales: Sequence[V], record: V) -> list[V]:
+    """Pair sums are at most 2 * 15 * 127, so words hold four products; a low word beside its high word
+    meets the pair of scales (2 g, 2 g + 1)."""
+    words = [s.shuffle(list(range(4)) * 2).view(I8X32) for s in scales]
+    sums = [e.const(I32X8, 0)] * 4
     for g in range(4):
         x_low, x_high = (e.load(I8X32, record + (64 * g + k)) for k in (0, 32))
         for r, p in enumerate(rows):
-            pick = [4 * r + 2 * (g % 2), 128, 4 * r + 2 * (g % 2) + 1, 128] * 8
-            scales = e.shuffle_bytes(words[g // 2], e.const(I8X32, pick)).view(I16X16)
-            part = _products(e, e.load(I8X32, p + (16 + 32 * g)), x_low, x_high, scales)
-            sums[r] = part if sums[r] is None else sums[r] + part
-    return _finish(e, dm, e.sum4(sums), _min_sums(e, mn_low, mn_high, record), record)
+            quants = e.load(I8X32, p + (_QUANTS + 32 * g))
+            u, v = e.maddubs(quants & 15, x_low), e.maddubs(quants >> 4, x_high)
+            at = 4 * r + 2 * (g % 2)
+            pair = e.shuffle_bytes(words[g // 2], e.const(I8X32, [at, 128, at + 1, 128] * 8)).view(I16X16)
+            sums[r] = sums[r] + e.madd(u.shuffle(_UNPACK[0], v) + u.shuffle(_UNPACK[1], v), pair)
+    return sums
+
+
+def _sums_avx512(e: Emitter, rows: Sequence[V], scales: Sequence[V], record: V) -> list[V]:
+    """Four-product sums are at most 4 * 15 * 127: packed to words they meet their scales in one vpdpwssd."""
+    sums = [e.const(I32X16, 0)] * 4
+    for half in (0, 1):
+        words = scales[half].shuffle(list(range(4)) * 4).view(I8X64)
+        x = [e.load(I8X32, record + (128 * half + 32 * k)) for k in range(4)]
+        x_low, x_high = x[0].shuffle(range(64), x[2]), x[1].shuffle(range(64), x[3])
+        for r, p in enumerate(rows):
+            quants = e.load(I8X64, p + (_QUANTS + 64 * half))
+            zero = e.const(I32X16, 0)
+            low, high = e.dot_bytes(zero, quants & 15, x_low), e.dot_bytes(zero, quants >> 4, x_high)
+            pick = [b for at in (4 * r, 4 * r, 4 * r + 2, 4 * r + 2) for k in (0, 1) for b in [at + k, 128] * 4]
+            factors = e.shuffle_bytes(words, e.const(I8X64, pick)).view(I16X32)
+            sums[r] = e.dot_words(sums[r], e.pack_words(low, high), factors)
+    return sums
+
+
+def _sums_portable(e: Emitter, rows: Sequence[V], scales: Sequence[V], record: V) -> list[V]:
+    """Words hold four products of one lane (4 * 15 * 127), any lanes: no shuffles."""
+    wide = [s.view(I8X16).zext(I32X16) for s in scales]
+    sums = [e.const(I32X8, 0)] * 4
+    for g in range(4):
+        x_low, x_high = (e.load(I8X32, record + (64 * g + k)).sext(I16X32) for k in (0, 32))
+        for r, p in enumerate(rows):
+            quants = e.load(I8X32, p + (_QUANTS + 32 * g))
+            for k, products in enumerate(((quants & 15).zext(I16X32) * x_low, (quants >> 4).zext(I16X32) * x_high)):
+                scale = wide[g // 2].shuffle([4 * r + 2 * (g % 2) + k] * 8)
+                sums[r] = sums[r] + products.fold(8).sext(I32X8) * scale
+    return sums
+
+
+_SUMS = {"avx2": _sums_avx2, "avx512": _sums_avx512, "portable": _sums_portable}
+
+
+def _block4(e: Emitter, p0: V, p1: V, p2: V, p3: V, *rest: V) -> V:
+    rows, record = (p0, p1, p2, p3), rest[4]
+    dm, sc_low, sc_high, mn_low, mn_high = _headers(e, rows)
+    i1 = e.sum4(_SUMS[e.isa](e, rows, (sc_low, sc_high), record))
+    return _value(e, dm, i1, _min_sums(e, mn_low, mn_high, record), record)
 
 
 def make_rows(isa: str) -> Any:
-    """The row kernel of this format for one instruction set; see :func:`trilane.cpu_kernels.rows.make_rows`."""
+    """The row kernel of this format for one instruction set; see :mod:`trilane.cpu_kernels.rows`."""
     block4 = emitted(F32X4, *BLOCK4_ARGS, isa=isa)(_block4)
     return make_row_loop(__name__, block4, BLOCK_NBYTES, 0)

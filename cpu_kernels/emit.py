@@ -152,6 +152,13 @@ class V:
         mask = ir.Constant(ir.VectorType(_I32, len(lanes)), list(lanes))
         return V(self.emitter, self.emitter.builder.shuffle_vector(self.ir, second, mask))
 
+    def fold(self, n: int) -> V:
+        """Halves added onto each other until ``n`` lanes are left."""
+        total = self
+        while (count := total.ir.type.count) > n:
+            total = total.shuffle(range(count // 2)) + total.shuffle(range(count // 2, count))
+        return total
+
     def lane(self, k: int) -> V:
         return V(self.emitter, self.emitter.builder.extract_element(self.ir, ir.Constant(_I32, k)))
 
@@ -191,6 +198,14 @@ class Emitter:
         one = self.builder.insert_element(ir.Constant(t, ir.Undefined), scalar.ir, ir.Constant(_I32, 0))
         return V(self, one).shuffle([0] * n)
 
+    def gather(self, t: Vec, addresses: Sequence[V]) -> V:
+        """A vector of scalars at as many addresses."""
+        value = ir.Constant(t.llvm, ir.Undefined)
+        for k, address in enumerate(addresses):
+            scalar = self.builder.load(self.pointer(address, t.llvm.element), align=1)
+            value = self.builder.insert_element(value, scalar, ir.Constant(_I32, k))
+        return V(self, value)
+
     def select(self, condition: V, yes: V, no: V) -> V:
         return V(self, self.builder.select(condition.ir, yes.ir, no.ir))
 
@@ -208,8 +223,7 @@ class Emitter:
     # ---- exact integer sums
     def sum4(self, rows: Sequence[V]) -> V:
         """Four equal integer vectors -> ``<4 x i32>`` whose lane r is the sum of vector r's lanes."""
-        while (n := rows[0].ir.type.count) > 4:
-            rows = [v.shuffle(range(n // 2)) + v.shuffle(range(n // 2, n)) for v in rows]
+        rows = [v.fold(4) for v in rows]
         return self._add_pairs(self._add_pairs(rows[0], rows[1]), self._add_pairs(rows[2], rows[3]))
 
     @staticmethod
@@ -289,6 +303,10 @@ class Emitter:
     def dot_words(self, total: V, a: V, b: V) -> V:
         """i32 lanes of ``total`` plus two products of i16 each (AVX-512 VNNI)."""
         return self._vnni("vpdpwssd", total, a, b)
+
+    def pack_words(self, a: V, b: V) -> V:
+        """Two ``<16 x i32>`` -> i16 with saturation: in each 128 bits four of ``a``, four of ``b`` (AVX-512)."""
+        return self.call("llvm.x86.avx512.packssdw.512", I16X32.llvm, a, b)
 
     def _vnni(self, op: str, total: V, a: V, b: V) -> V:
         t = total.ir.type
