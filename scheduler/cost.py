@@ -15,7 +15,8 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from trilane.jit import compiled
+from trilane.expert import decision
+
 
 # Places in the array of predicted us; the first four are the lanes' own numbers.
 DEVICE_US = 4
@@ -84,7 +85,7 @@ def make_rates(**us: float | NDArray[np.float64]) -> Rates:
     return Rates(**{**values, "zero_copy_us_per_byte": curve})  # type: ignore[arg-type]
 
 
-@compiled
+@decision(inline=True)
 def hits_us(rates, nbytes, row_nbytes):
     """Device time for shards in slots: ``fix + max(bytes, row work)``; 0 without any."""
     if nbytes == 0:
@@ -92,7 +93,7 @@ def hits_us(rates, nbytes, row_nbytes):
     return rates.hit_fix_us + max(nbytes * rates.hit_us_per_byte, row_nbytes * rates.hit_row_us_per_byte)
 
 
-@compiled
+@decision(inline=True)
 def stream_us(rates, num_runs, nbytes):
     """Link time for copies: ``fix + runs * fix of a copy + bytes``; a run of neighbouring shards is one copy."""
     if nbytes == 0:
@@ -100,7 +101,7 @@ def stream_us(rates, num_runs, nbytes):
     return rates.stream_fix_us + num_runs * rates.run_fix_us + nbytes * rates.stream_us_per_byte
 
 
-@compiled
+@decision(inline=True)
 def zero_copy_us(rates, num_shards, nbytes, row_nbytes):
     """Time for in-place reads: ``fix + max(bytes at the rate of so many in flight, row work)``."""
     if num_shards == 0:
@@ -110,13 +111,13 @@ def zero_copy_us(rates, num_shards, nbytes, row_nbytes):
     return rates.zero_copy_fix_us + max(nbytes * rate, row_nbytes * rates.hit_row_us_per_byte)
 
 
-@compiled
+@decision(inline=True)
 def link_us(rates, stream, zero_copy):
     """Time until all that crossed the link is computed: one link, so the times add; then a copy's tail."""
     return stream + zero_copy + (rates.stream_tail_us if stream > 0.0 else 0.0)
 
 
-@compiled
+@decision(inline=True)
 def cpu_us(rates, num_shards, nbytes, row_nbytes):
     """CPU time: ``fix + shards * overhead + max(bytes, row work)`` for all its threads together."""
     if num_shards == 0:
@@ -125,7 +126,7 @@ def cpu_us(rates, num_shards, nbytes, row_nbytes):
     return rates.cpu_fix_us + num_shards * rates.cpu_shard_us + work
 
 
-@compiled
+@decision(inline=True)
 def both_us(rates, link_nbytes, cpu_nbytes):
     """Host memory's limit where link and CPU read it together: all missed bytes at the joint rate."""
     if link_nbytes == 0 or cpu_nbytes == 0:
@@ -133,7 +134,7 @@ def both_us(rates, link_nbytes, cpu_nbytes):
     return (link_nbytes + cpu_nbytes) * rates.both_us_per_byte
 
 
-@compiled
+@decision(inline=True)
 def device_us(rates, loads, zero_copy):
     """Device time for hits and streamed shards, and for in-place reads where they run after each other."""
     nbytes = loads.hit_nbytes + loads.stream_nbytes
@@ -141,7 +142,7 @@ def device_us(rates, loads, zero_copy):
     return hits_us(rates, nbytes, rows) + zero_copy * rates.zero_copy_on_device
 
 
-@compiled
+@decision(inline=True)
 def shared_us(rates, device, stream, cpu):
     """Where lanes share cores: all busy core-us over the cores; 0 where they do not."""
     if rates.num_cores == 0.0:
@@ -150,7 +151,7 @@ def shared_us(rates, device, stream, cpu):
     return busy / rates.num_cores
 
 
-@compiled
+@decision(inline=True)
 def step_us(rates, loads):
     """The layer-step: ``fixed + max(device, link, cpu, both, shared)``."""
     stream = stream_us(rates, loads.stream_runs, loads.stream_nbytes)
@@ -164,7 +165,7 @@ def step_us(rates, loads):
     return rates.step_fix_us + (rates.miss_fix_us if missed else 0.0) + longest
 
 
-@compiled
+@decision
 def write_terms(rates, loads, terms):
     """Write every term of the step into float64[8] by ``TERM_NAMES``; the step is `step_us` itself."""
     stream = stream_us(rates, loads.stream_runs, loads.stream_nbytes)

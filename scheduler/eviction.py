@@ -8,7 +8,7 @@ the order never depends on history. This file moves no slots.
 
 from __future__ import annotations
 
-from trilane.jit import compiled
+from trilane.expert import decision
 from trilane.state import DECAYED_FREQUENCY, HELD, HINTED, LRU
 
 RESCALE_AT = 2.0**512
@@ -17,7 +17,7 @@ NOT_HELD = 0xFF ^ HELD
 NOT_HINTED = 0xFF ^ HINTED
 
 
-@compiled
+@decision(inline=True)
 def power(base, exponent):
     """``base ** exponent`` by multiplication alone: the same bits compiled and plain, unlike libm's pow."""
     result = 1.0
@@ -29,7 +29,7 @@ def power(base, exponent):
     return result
 
 
-@compiled
+@decision
 def advance_clock(state, clock):
     """Move to ``clock`` (layer-steps, never backwards), growing the unit of decayed frequency."""
     ticks = clock - state.clock[0]
@@ -51,7 +51,7 @@ def advance_clock(state, clock):
             _rescale(state)
 
 
-@compiled
+@decision
 def _rescale(state):
     """Once in 512 half lives. Scores that fall to 0 tie from then on, so the heaps are ordered anew."""
     state.unit[0] *= RESCALE_BY
@@ -60,14 +60,14 @@ def _rescale(state):
     _rebuild_heaps(state)
 
 
-@compiled
+@decision
 def _rebuild_heaps(state):
     for pool in range(state.heap_size.size):
         for i in range(state.heap_size[pool] // 2 - 1, -1, -1):
-            _sift_down(state, state.first_heap[pool], state.heap_size[pool], i)
+            _sift_down(state.heap, state.heap_pos, state.score, state.first_heap[pool], state.heap_size[pool], i)
 
 
-@compiled
+@decision(inline=True)
 def score_if_used(state, expert):
     """The score that a use now would give."""
     if state.eviction == LRU:
@@ -77,62 +77,62 @@ def score_if_used(state, expert):
     return state.score[expert] + state.unit[0]
 
 
-@compiled
+@decision(inline=True)
 def count_use(state, expert):
     """Give an expert that is in no heap its score for a use now; a use foretold by a hint counts once."""
     state.score[expert] = score_if_used(state, expert)
     state.flags[expert] &= NOT_HINTED
 
 
-@compiled
-def _before(state, a, b):
+@decision(inline=True)
+def _before(score, a, b):
     """Whether expert ``a`` loses its slots before ``b``."""
-    return state.score[a] < state.score[b] or (state.score[a] == state.score[b] and a < b)
+    return score[a] < score[b] or (score[a] == score[b] and a < b)
 
 
-@compiled
-def _sift_up(state, first, i):
-    expert = state.heap[first + i]
+@decision
+def _sift_up(heap, heap_pos, score, first, i):
+    expert = heap[first + i]
     while i > 0:
         up = (i - 1) >> 1
-        above = state.heap[first + up]
-        if not _before(state, expert, above):
+        above = heap[first + up]
+        if not _before(score, expert, above):
             break
-        state.heap[first + i] = above
-        state.heap_pos[above] = i
+        heap[first + i] = above
+        heap_pos[above] = i
         i = up
-    state.heap[first + i] = expert
-    state.heap_pos[expert] = i
+    heap[first + i] = expert
+    heap_pos[expert] = i
 
 
-@compiled
-def _sift_down(state, first, size, i):
-    expert = state.heap[first + i]
+@decision
+def _sift_down(heap, heap_pos, score, first, size, i):
+    expert = heap[first + i]
     while 2 * i + 1 < size:
         down = 2 * i + 1
-        if down + 1 < size and _before(state, state.heap[first + down + 1], state.heap[first + down]):
+        if down + 1 < size and _before(score, heap[first + down + 1], heap[first + down]):
             down += 1
-        below = state.heap[first + down]
-        if not _before(state, below, expert):
+        below = heap[first + down]
+        if not _before(score, below, expert):
             break
-        state.heap[first + i] = below
-        state.heap_pos[below] = i
+        heap[first + i] = below
+        heap_pos[below] = i
         i = down
-    state.heap[first + i] = expert
-    state.heap_pos[expert] = i
+    heap[first + i] = expert
+    heap_pos[expert] = i
 
 
-@compiled
+@decision(inline=True)
 def push_expert(state, pool, expert):
     """Put an expert that owns slots and is not held among the possible victims."""
     first = state.first_heap[pool]
     size = state.heap_size[pool]
     state.heap_size[pool] = size + 1
     state.heap[first + size] = expert
-    _sift_up(state, first, size)
+    _sift_up(state.heap, state.heap_pos, state.score, first, size)
 
 
-@compiled
+@decision(inline=True)
 def remove_expert(state, pool, expert):
     """Take an expert out of the heap."""
     first = state.first_heap[pool]
@@ -144,13 +144,13 @@ def remove_expert(state, pool, expert):
         return
     last = state.heap[first + size]
     state.heap[first + i] = last
-    if _before(state, last, expert):
-        _sift_up(state, first, i)
+    if _before(state.score, last, expert):
+        _sift_up(state.heap, state.heap_pos, state.score, first, i)
     else:
-        _sift_down(state, first, size, i)
+        _sift_down(state.heap, state.heap_pos, state.score, first, size, i)
 
 
-@compiled
+@decision
 def touch_expert(state, geometry, expert, clock):
     """Count a use that no plan saw (a hit of a step which did not wait for the host)."""
     advance_clock(state, clock)
@@ -158,14 +158,15 @@ def touch_expert(state, geometry, expert, clock):
     settle_expert(state, state.pool_of[geometry.layer_of[expert]], expert)
 
 
-@compiled
+@decision(inline=True)
 def settle_expert(state, pool, expert):
     """Restore the heap's order after an expert's score rose."""
     if state.heap_pos[expert] >= 0:
-        _sift_down(state, state.first_heap[pool], state.heap_size[pool], int(state.heap_pos[expert]))
+        _sift_down(state.heap, state.heap_pos, state.score, state.first_heap[pool], state.heap_size[pool],
+                   int(state.heap_pos[expert]))
 
 
-@compiled
+@decision(inline=True)
 def hold_expert(state, pool, expert):
     """Take an expert of the step in flight out of the victims."""
     if state.flags[expert] & HELD:
@@ -177,7 +178,7 @@ def hold_expert(state, pool, expert):
     state.num_held[0] += 1
 
 
-@compiled
+@decision
 def release_step(state, geometry):
     """The step in flight has read its slots: its experts may lose them from now on."""
     for i in range(state.num_held[0]):
@@ -188,7 +189,7 @@ def release_step(state, geometry):
     state.num_held[0] = 0
 
 
-@compiled
+@decision(inline=True)
 def count_hint(state, pool, expert):
     """Count a use that a hint foretells, once however often it is foretold; the use itself adds no more."""
     state.score[expert] = score_if_used(state, expert)

@@ -7,9 +7,10 @@ num_shards[layer] + j``. This file knows no bytes, no devices and no policy.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import functools
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -23,6 +24,22 @@ STREAM = 1
 ZERO_COPY = 2
 CPU = 3
 LANE_NAMES = ("hit", "stream", "zero_copy", "cpu")
+
+
+
+def decision(fn: Callable[..., Any] | None = None, *, inline: bool = False) -> Any:
+    """Compile a decision function: `jit.compiled`, without reference counts.
+
+    A decision gets its state as tuples of some twenty arrays. Counting references to them at every call would
+    take most of its time, and a function that allocates nothing has nothing to count: one that did allocate would
+    not compile so.
+    """
+    if fn is None:
+        return functools.partial(decision, inline=inline)
+    made = compiled(fn, inline=inline)
+    if hasattr(made, "targetoptions"):  # plain Python has none
+        made.targetoptions["_nrt"] = False
+    return made
 
 
 class Geometry(NamedTuple):
@@ -87,14 +104,14 @@ def _running(counts: NDArray[np.int64]) -> NDArray[np.int64]:
     return np.concatenate([np.zeros(1, np.int64), np.cumsum(counts, dtype=np.int64)])
 
 
-@compiled
+@decision(inline=True)
 def first_shard_of(geometry, expert):
     """Shard key of an expert's shard 0."""
     layer = geometry.layer_of[expert]
     return geometry.first_shard[layer] + (expert - geometry.first_expert[layer]) * geometry.num_shards[layer]
 
 
-@compiled
+@decision(inline=True)
 def expert_of(geometry, shard):
     """Expert key of a shard key (bisects the layers: a table would cost four bytes a shard)."""
     low = 0

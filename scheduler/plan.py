@@ -78,13 +78,14 @@ class Work(NamedTuple):
         At the first shard of each copy, how many neighbouring shards it moves to neighbouring slots; else 0.
     counts : int64 (16,)
         Shards by lane, then NUM_UNPLACED, NUM_COPIES, NUM_FILLS, NUM_EVICTIONS, NUM_MISSING.
-    lane_nbytes : int64 (4,)
+    lane_nbytes, lane_row_nbytes : int64 (4,)
+        Bytes, and rows x bytes, by lane.
     predicted_us : float64 (8,)
         By `cost.TERM_NAMES`.
     fill_shard, fill_slot, fill_victim : int64, int32, int64
         What the last `plan_fills` reserved.
 
-    The others are scratch: by expert (reuse, order, missing, refused), by missing shard in link order (index,
+    The others are scratch: what hits holds (bytes, rows x bytes), by expert (reuse, order, missing, refused), by missing shard in link order (index,
     side), sums over prefixes of that order (nbytes, row_nbytes, runs), and by subset.
     """
 
@@ -94,10 +95,12 @@ class Work(NamedTuple):
     run: NDArray[np.int32]
     counts: NDArray[np.int64]
     lane_nbytes: NDArray[np.int64]
+    lane_row_nbytes: NDArray[np.int64]
     predicted_us: NDArray[np.float64]
     fill_shard: NDArray[np.int64]
     fill_slot: NDArray[np.int32]
     fill_victim: NDArray[np.int64]
+    hits: NDArray[np.int64]
     reuse: NDArray[np.float64]
     order: NDArray[np.int32]
     missing: NDArray[np.int32]
@@ -121,10 +124,12 @@ def make_work(geometry: Geometry, max_experts: int | None = None) -> Work:
         run=np.zeros(size, np.int32),
         counts=np.zeros(16, np.int64),
         lane_nbytes=np.zeros(4, np.int64),
+        lane_row_nbytes=np.zeros(4, np.int64),
         predicted_us=np.zeros(NUM_TERMS, np.float64),
         fill_shard=np.zeros(size, np.int64),
         fill_slot=np.zeros(size, np.int32),
         fill_victim=np.zeros(size, np.int64),
+        hits=np.zeros(2, np.int64),
         reuse=np.zeros(most, np.float64),
         order=np.zeros(most, np.int32),
         missing=np.zeros(most, np.int32),
@@ -134,7 +139,7 @@ def make_work(geometry: Geometry, max_experts: int | None = None) -> Work:
         nbytes=np.zeros(size + 1, np.int64),
         row_nbytes=np.zeros(size + 1, np.int64),
         runs=np.zeros(size + 1, np.int64),
-        subset=np.zeros((3, 1 << EXHAUSTIVE_SHARDS), np.int64),
+        subset=np.zeros((4, 1 << EXHAUSTIVE_SHARDS), np.int64),
     )
 
 

@@ -10,14 +10,13 @@ from __future__ import annotations
 
 from trilane.cost import Loads, write_terms
 from trilane.eviction import advance_clock, count_hint, count_use, hold_expert, release_step, score_if_used
-from trilane.expert import CPU, HIT, SKIP, STREAM, UNPLACED, ZERO_COPY
-from trilane.jit import compiled
+from trilane.expert import CPU, HIT, SKIP, STREAM, UNPLACED, ZERO_COPY, decision
 from trilane.plan import NUM_COPIES, NUM_EVICTIONS, NUM_FILLS, NUM_MISSING, NUM_UNPLACED
 from trilane.residency import NO_PRICE, empty_slot, fill_slot, reserve_slot, slot_price, take_slot
 from trilane.split import Step, allows, choose_split
 
 
-@compiled
+@decision
 def plan_layer(state, geometry, rates, options, layer, experts, rows, num_experts, clock, work):
     """Plan one layer-step: lanes and slots into ``work``, residency and scores into ``state``.
 
@@ -47,37 +46,52 @@ def plan_layer(state, geometry, rates, options, layer, experts, rows, num_expert
     return _plan_missing(state, geometry, rates, options, step, work)
 
 
-@compiled
+@decision(inline=True)
 def _look_up(state, geometry, step, work):
-    """Hold the experts, keep their scores from before this use, and mark each shard HIT or UNPLACED."""
+    """Hold the experts, keep their scores from before this use, mark each shard HIT or UNPLACED."""
     layer = step.layer
     num_shards = geometry.num_shards[layer]
     first = geometry.first_expert[layer]
+    count = geometry.first_expert[layer + 1] - first
+    nbytes = row_nbytes = 0
     for i in range(step.num_experts):
-        if step.experts[i] < 0 or step.experts[i] >= geometry.first_expert[layer + 1] - first:
+        if step.experts[i] < 0 or step.experts[i] >= count:
             raise ValueError("an expert id is outside its layer: drop skipped ids before planning")
         expert = first + step.experts[i]
         hold_expert(state, state.pool_of[layer], expert)
         work.reuse[i] = state.score[expert]
         count_use(state, expert)
         shard = geometry.first_shard[layer] + step.experts[i] * num_shards
+        missing = num_shards
         for j in range(num_shards):
             slot = state.slot_of[shard + j]
-            _mark(work, i * num_shards + j, HIT if slot >= 0 else UNPLACED, max(slot, -1))
+            _mark(work.lane, work.slot, work.victim, work.run, i * num_shards + j, HIT if slot >= 0 else UNPLACED,
+                  max(slot, -1))
+            if slot >= 0:
+                missing -= 1
+                nbytes += geometry.shard_nbytes[layer, j]
+                row_nbytes += geometry.shard_nbytes[layer, j] * step.rows[i]
+        work.missing[i] = missing
+    work.hits[0] = nbytes
+    work.hits[1] = row_nbytes
 
 
-@compiled
-def _mark(work, at, lane, slot):
-    work.lane[at] = lane
-    work.slot[at] = slot
-    work.victim[at] = -1
-    work.run[at] = 0
+@decision(inline=True)
+def _mark(lanes, slots, victims, runs, at, lane, slot):
+    lanes[at] = lane
+    slots[at] = slot
+    victims[at] = -1
+    runs[at] = 0
 
 
-@compiled
+@decision
 def _plan_missing(state, geometry, rates, options, step, work):
     """Split what is UNPLACED, take slots for it, and tally the plan."""
-    if _count_missing(geometry, step, work) > 0:
+    missing = 0
+    for i in range(step.num_experts):
+        missing += work.missing[i]
+    work.counts[NUM_MISSING] = missing
+    if missing > 0:
         choose_split(state, geometry, rates, options, step, work)
         _take_slots(state, geometry, options, step, work)
         _fill_slots(state, geometry, step, work)
@@ -85,22 +99,7 @@ def _plan_missing(state, geometry, rates, options, step, work):
     return work.counts[NUM_UNPLACED]
 
 
-@compiled
-def _count_missing(geometry, step, work):
-    """Missing shards of each expert; their sum."""
-    num_shards = geometry.num_shards[step.layer]
-    total = 0
-    for i in range(step.num_experts):
-        count = 0
-        for at in range(i * num_shards, (i + 1) * num_shards):
-            count += work.lane[at] == UNPLACED
-        work.missing[i] = count
-        total += count
-    work.counts[NUM_MISSING] = total
-    return total
-
-
-@compiled
+@decision(inline=True)
 def _take_slots(state, geometry, options, step, work):
     """Follow the split in link order; what is refused a slot falls back to a lane that needs none."""
     layer = step.layer
@@ -121,7 +120,7 @@ def _take_slots(state, geometry, options, step, work):
             work.lane[at] = _without_slot(options)
 
 
-@compiled
+@decision(inline=True)
 def _may_fill(state, geometry, options, layer, expert, shard):
     """Whether a slot can be had, the shard is not being filled already, and admission agrees."""
     price = slot_price(state, state.pool_of[layer])
@@ -130,14 +129,14 @@ def _may_fill(state, geometry, options, layer, expert, shard):
     return not options.admit_by_score or options.lanes == 1 << STREAM or state.score[expert] >= price
 
 
-@compiled
+@decision(inline=True)
 def _without_slot(options):
     if allows(options, ZERO_COPY):
         return ZERO_COPY
     return CPU if allows(options, CPU) else UNPLACED
 
 
-@compiled
+@decision(inline=True)
 def _fill_slots(state, geometry, step, work):
     """Hand the taken slots out, in rising order to neighbouring shards, so that they make long copies."""
     layer = step.layer
@@ -153,7 +152,7 @@ def _fill_slots(state, geometry, step, work):
             at = i * num_shards + j
             lane = work.lane[at]
             if lane == STREAM and (j == 0 or work.lane[at - 1] != STREAM):
-                _sort_slots(work, at, (i + 1) * num_shards)
+                _sort_slots(work.lane, work.slot, work.victim, at, (i + 1) * num_shards)
             if (lane == STREAM or lane == ZERO_COPY) and work.slot[at] >= 0:
                 fill_slot(state, work.slot[at], key + j, expert)
             if lane != STREAM:
@@ -165,34 +164,40 @@ def _fill_slots(state, geometry, step, work):
             work.run[start] += 1
 
 
-@compiled
-def _sort_slots(work, start, end):
-    """Sort the slots (and victims with them) of the streamed shards from ``start`` to the first that is not."""
-    at = start + 1
-    while at < end and work.lane[at] == STREAM:
-        slot = work.slot[at]
-        victim = work.victim[at]
+@decision
+def _sort_slots(lanes, slots, victims, start, end):
+    """Sort the slots (and victims with them) of the streamed shards from ``start`` to the first that is not.
+
+    Slots of one victim come last shard first, so a falling row is turned round before it is sorted.
+    """
+    stop = start + 1
+    while stop < end and lanes[stop] == STREAM:
+        stop += 1
+    if slots[start] > slots[stop - 1]:
+        for k in range((stop - start) // 2):
+            a, b = start + k, stop - 1 - k
+            slots[a], slots[b] = slots[b], slots[a]
+            victims[a], victims[b] = victims[b], victims[a]
+    for at in range(start + 1, stop):
+        slot, victim = slots[at], victims[at]
         to = at
-        while to > start and work.slot[to - 1] > slot:
-            work.slot[to] = work.slot[to - 1]
-            work.victim[to] = work.victim[to - 1]
+        while to > start and slots[to - 1] > slot:
+            slots[to], victims[to] = slots[to - 1], victims[to - 1]
             to -= 1
-        work.slot[to] = slot
-        work.victim[to] = victim
-        at += 1
+        slots[to], victims[to] = slot, victim
 
 
-@compiled
+@decision
 def _tally(geometry, step, work):
     """Count the plan into ``work``; return what each lane got."""
-    counts = work.counts
-    nbytes = work.lane_nbytes
+    counts, nbytes, row_nbytes = work.counts, work.lane_nbytes, work.lane_row_nbytes
     for k in range(NUM_MISSING):
         counts[k] = 0
-    nbytes[:] = 0
-    rows_hit = rows_stream = rows_zero_copy = rows_cpu = 0
+    for lane in range(4):
+        nbytes[lane] = row_nbytes[lane] = 0
     num_shards = geometry.num_shards[step.layer]
     for i in range(step.num_experts):
+        rows = step.rows[i]
         for j in range(num_shards):
             at = i * num_shards + j
             lane = work.lane[at]
@@ -202,22 +207,16 @@ def _tally(geometry, step, work):
             size = geometry.shard_nbytes[step.layer, j]
             counts[lane] += 1
             nbytes[lane] += size
+            row_nbytes[lane] += size * rows
             counts[NUM_COPIES] += work.run[at] > 0
             counts[NUM_FILLS] += lane != HIT and work.slot[at] >= 0
             counts[NUM_EVICTIONS] += work.victim[at] >= 0
-            if lane == HIT:
-                rows_hit += size * step.rows[i]
-            elif lane == STREAM:
-                rows_stream += size * step.rows[i]
-            elif lane == ZERO_COPY:
-                rows_zero_copy += size * step.rows[i]
-            else:
-                rows_cpu += size * step.rows[i]
-    return Loads(nbytes[HIT], rows_hit, counts[NUM_COPIES], nbytes[STREAM], rows_stream,
-                 counts[ZERO_COPY], nbytes[ZERO_COPY], rows_zero_copy, counts[CPU], nbytes[CPU], rows_cpu)
+    return Loads(nbytes[HIT], row_nbytes[HIT], counts[NUM_COPIES], nbytes[STREAM], row_nbytes[STREAM],
+                 counts[ZERO_COPY], nbytes[ZERO_COPY], row_nbytes[ZERO_COPY],
+                 counts[CPU], nbytes[CPU], row_nbytes[CPU])
 
 
-@compiled
+@decision
 def plan_wave(state, geometry, rates, options, layer, experts, rows, num_experts, work):
     """Plan what the plan in ``work`` left UNPLACED, once the slots of its wave have been read.
 
@@ -226,20 +225,22 @@ def plan_wave(state, geometry, rates, options, layer, experts, rows, num_experts
     step = Step(layer, experts, rows, num_experts)
     num_shards = geometry.num_shards[layer]
     release_step(state, geometry)
+    work.hits[:] = 0
     for i in range(num_experts):
-        waits = False
+        work.missing[i] = 0
         for at in range(i * num_shards, (i + 1) * num_shards):
-            waits |= work.lane[at] == UNPLACED
-            if work.lane[at] != UNPLACED:
-                _mark(work, at, SKIP, -1)
-        if waits:
+            if work.lane[at] == UNPLACED:
+                work.missing[i] += 1
+            else:
+                _mark(work.lane, work.slot, work.victim, work.run, at, SKIP, -1)
+        if work.missing[i] > 0:
             hold_expert(state, state.pool_of[layer], geometry.first_expert[layer] + experts[i])
     if slot_price(state, state.pool_of[layer]) == NO_PRICE:
         _empty_done(state, geometry, step, work)
     return _plan_missing(state, geometry, rates, options, step, work)
 
 
-@compiled
+@decision(inline=True)
 def _empty_done(state, geometry, step, work):
     """The step is larger than its pool: the slots of its own finished shards are all there is to take."""
     num_shards = geometry.num_shards[step.layer]
@@ -251,7 +252,7 @@ def _empty_done(state, geometry, step, work):
             empty_slot(state, state.pool_of[step.layer], slot, geometry.first_expert[step.layer] + id_)
 
 
-@compiled
+@decision
 def plan_fills(state, geometry, options, layer, experts, num_experts, clock, work):
     """Reserve slots for hinted experts whose score, were they used now, beats that of the shards they displace.
 
@@ -276,7 +277,7 @@ def plan_fills(state, geometry, options, layer, experts, num_experts, clock, wor
     return count
 
 
-@compiled
+@decision(inline=True)
 def _reserve_expert(state, geometry, options, layer, id_, work, count):
     """Reserve slots for the absent shards of one hinted expert; return the new count."""
     pool = state.pool_of[layer]
@@ -301,7 +302,7 @@ def _reserve_expert(state, geometry, options, layer, id_, work, count):
     return count
 
 
-@compiled
+@decision
 def abandon_step(state, geometry, layer, experts, num_experts, work):
     """Undo the residency of a failed step's fills: their slots hold nothing, their victims stay gone.
 

@@ -7,15 +7,14 @@ it is planned, since the step that fills it also reads it; `planner.abandon_step
 from __future__ import annotations
 
 from trilane.eviction import push_expert, remove_expert
-from trilane.expert import expert_of, first_shard_of
-from trilane.jit import compiled
+from trilane.expert import decision, expert_of, first_shard_of
 from trilane.state import HELD
 
 FREE_PRICE = -1.0  # below every score
 NO_PRICE = float("inf")  # no slot can be had
 
 
-@compiled
+@decision(inline=True)
 def slot_price(state, pool):
     """Score of the expert that would lose a slot: -1 if one is free, infinite if none can be had."""
     if state.num_free[pool] > 0:
@@ -25,7 +24,7 @@ def slot_price(state, pool):
     return NO_PRICE
 
 
-@compiled
+@decision
 def take_slot(state, geometry, pool):
     """A slot, and the shard that lost it (-1: it was free). Only where `slot_price` is finite."""
     if state.num_free[pool] > 0:
@@ -42,7 +41,7 @@ def take_slot(state, geometry, pool):
     return slot, shard
 
 
-@compiled
+@decision(inline=True)
 def _last_resident_shard(state, geometry, expert):
     """Last shards go first: what stays is a run from shard 0, and what must be fetched is one run too."""
     first = int(first_shard_of(geometry, expert))
@@ -52,7 +51,7 @@ def _last_resident_shard(state, geometry, expert):
     return shard
 
 
-@compiled
+@decision(inline=True)
 def fill_slot(state, slot, shard, expert):
     """A taken slot holds ``shard`` of a held expert."""
     state.owner[slot] = shard
@@ -60,7 +59,7 @@ def fill_slot(state, slot, shard, expert):
     state.resident[expert] += 1
 
 
-@compiled
+@decision(inline=True)
 def empty_slot(state, pool, slot, expert):
     """Free the slot of a landed shard; the expert leaves the victims with its last slot."""
     state.slot_of[state.owner[slot]] = -1
@@ -70,14 +69,14 @@ def empty_slot(state, pool, slot, expert):
     _free_slot(state, pool, slot)
 
 
-@compiled
+@decision(inline=True)
 def _free_slot(state, pool, slot):
     state.owner[slot] = -1
     state.free[state.first_slot[pool] + state.num_free[pool]] = slot
     state.num_free[pool] += 1
 
 
-@compiled
+@decision(inline=True)
 def reserve_slot(state, pool, slot, shard):
     """A taken slot belongs to a background fill until `land_fill` or `drop_fill`."""
     state.owner[slot] = shard
@@ -86,7 +85,7 @@ def reserve_slot(state, pool, slot, shard):
     state.num_filling[pool] += 1
 
 
-@compiled
+@decision(inline=True)
 def _end_fill(state, geometry, slot, shard):
     """Expert and pool of a fill that is under way; (-1, -1) if this slot is not being filled with it."""
     if slot < 0 or slot >= state.owner.size or state.filling[slot] == 0 or state.owner[slot] != shard:
@@ -98,7 +97,7 @@ def _end_fill(state, geometry, slot, shard):
     return expert, pool
 
 
-@compiled
+@decision
 def land_fill(state, geometry, slot, shard):
     """A background fill's bytes are in the slot: from now on it hits, and may be a victim.
 
@@ -116,7 +115,7 @@ def land_fill(state, geometry, slot, shard):
     return True
 
 
-@compiled
+@decision
 def drop_fill(state, geometry, slot, shard):
     """A background fill was given up: its slot is free again. False if no such fill is under way."""
     expert, pool = _end_fill(state, geometry, slot, shard)

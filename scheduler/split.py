@@ -26,13 +26,12 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from trilane.cost import Loads, step_us
-from trilane.expert import CPU, HIT, STREAM, UNPLACED, ZERO_COPY
-from trilane.jit import compiled
+from trilane.cost import Loads, cpu_us, step_us
+from trilane.expert import CPU, STREAM, UNPLACED, ZERO_COPY, decision
 from trilane.plan import EXHAUSTIVE_SHARDS, NUM_MISSING
 from trilane.residency import slot_price
 
-COARSE_SHARDS = 64
+COARSE_SHARDS = 32
 INFINITE = float("inf")
 
 
@@ -45,47 +44,38 @@ class Step(NamedTuple):
     num_experts: int
 
 
-@compiled
+@decision(inline=True)
 def allows(options, lane):
     """Whether a miss may take the lane."""
     return (options.lanes >> lane) & 1 == 1
 
 
-@compiled
+@decision(inline=True)
 def choose_split(state, geometry, rates, options, step, work):
     """Write a lane for each missing shard into ``work.side``, by link order (``work.index``)."""
     total = work.counts[NUM_MISSING]
-    hits = _hit_loads(geometry, step, work)
-    limit = _list_missing(state, geometry, options, step, work, False)
-    by_reuse = _scan_prefixes(rates, options, work, hits, total, limit)
-    streams = allows(options, STREAM)
+    slots = _refuse(state, geometry, options, step, work)
     slack = options.slack_runs * rates.run_fix_us
-    if total <= EXHAUSTIVE_SHARDS and (limit == total or not streams) and not _all_equal(geometry, step, work):
-        best, subset, lane = _try_subsets(rates, options, work, hits, total)
-        if best < by_reuse - slack:
-            _write_subset(work, total, subset, lane)
-    elif streams and slack < INFINITE and rates.run_fix_us > 0.0 and not _runs_equal(step, work):
-        _list_missing(state, geometry, options, step, work, True)
-        if not _scan_prefixes(rates, options, work, hits, total, limit) < by_reuse - slack:
-            _list_missing(state, geometry, options, step, work, False)
-            _scan_prefixes(rates, options, work, hits, total, limit)
+    best = INFINITE
+    streamed = linked = limit = 0
+    for longest_first in range(2):
+        limit = list_missing(state, geometry, step, work, slots, longest_first)
+        us, by_stream, by_link = scan_prefixes(rates, options, work, total, limit)
+        if longest_first == 0 or us < best - slack:
+            best, streamed, linked = us, by_stream, by_link
+        elif longest_first == 1:
+            list_missing(state, geometry, step, work, slots, longest_first - 1)
+        if not allows(options, STREAM) or rates.run_fix_us == 0.0 or _runs_equal(step, work):
+            break
+    _write_prefix(options, work, total, streamed, linked)
+    if total <= EXHAUSTIVE_SHARDS and (limit == total or not allows(options, STREAM)):
+        if not _all_equal(geometry, step, work):
+            us, subset, lane = try_subsets(rates, options, work, total)
+            if us < best - slack:
+                _write_subset(work, total, subset, lane)
 
 
-@compiled
-def _hit_loads(geometry, step, work):
-    """Bytes, and rows x bytes, of the shards that hit."""
-    num_shards = geometry.num_shards[step.layer]
-    nbytes = 0
-    row_nbytes = 0
-    for i in range(step.num_experts):
-        for j in range(num_shards):
-            if work.lane[i * num_shards + j] == HIT:
-                nbytes += geometry.shard_nbytes[step.layer, j]
-                row_nbytes += geometry.shard_nbytes[step.layer, j] * step.rows[i]
-    return nbytes, row_nbytes
-
-
-@compiled
+@decision(inline=True)
 def _runs_equal(step, work):
     """Whether all experts that miss shards miss equally many."""
     first = work.missing[work.order[0]]
@@ -95,7 +85,7 @@ def _runs_equal(step, work):
     return True
 
 
-@compiled
+@decision(inline=True)
 def _all_equal(geometry, step, work):
     """Whether all missing shards have the same bytes and rows."""
     num_shards = geometry.num_shards[step.layer]
@@ -108,49 +98,55 @@ def _all_equal(geometry, step, work):
     return True
 
 
-@compiled
-def _list_missing(state, geometry, options, step, work, longest_first):
+@decision
+def list_missing(state, geometry, step, work, slots, longest_first):
     """Put the missing shards in link order, with running sums; return how many of them may be streamed.
 
-    Shards that may not be streamed (a background fill is under way, or admission refuses) come last.
+    Shards that may not be streamed (a background fill is under way, or admission refuses) come last; ``slots``
+    can be had.
     """
-    _order_experts(step, work, longest_first)
-    obtainable = _refuse(state, geometry, options, step, work)
-    streamable = 0
-    count = 0
+    _order_experts(step.rows, work.missing, work.reuse, work.order, step.num_experts, longest_first)
+    streamable = count = 0
     for blocked in range(2):
         count = _append_missing(state, geometry, step, work, blocked, count)
         if blocked == 0:
             streamable = count
-    return min(streamable, obtainable)
+        if count == work.counts[NUM_MISSING]:
+            break
+    return min(streamable, slots)
 
 
-@compiled
+@decision
 def _append_missing(state, geometry, step, work, blocked, count):
     """List the missing shards that are (not) blocked, expert by expert; return the new count."""
+    slot_of, lane, index = state.slot_of, work.lane, work.index
+    nbytes, row_nbytes, runs = work.nbytes, work.row_nbytes, work.runs
+    sizes = geometry.shard_nbytes
     layer = step.layer
     num_shards = geometry.num_shards[layer]
+    first = geometry.first_shard[layer]
     previous = -2
     for k in range(step.num_experts):
         i = work.order[k]
         if work.missing[i] == 0:
             break
-        key = geometry.first_shard[layer] + step.experts[i] * num_shards
+        key = first + step.experts[i] * num_shards
+        rows = step.rows[i]
+        refused = work.refused[i] != 0
         for j in range(num_shards):
             at = i * num_shards + j
-            if work.lane[at] != UNPLACED or (work.refused[i] != 0 or state.slot_of[key + j] < -1) != (blocked == 1):
+            if lane[at] != UNPLACED or (refused or slot_of[key + j] < -1) != (blocked == 1):
                 continue
-            nbytes = geometry.shard_nbytes[layer, j]
-            work.index[count] = at
-            work.nbytes[count + 1] = work.nbytes[count] + nbytes
-            work.row_nbytes[count + 1] = work.row_nbytes[count] + nbytes * step.rows[i]
-            work.runs[count + 1] = work.runs[count] + (at != previous + 1 or j == 0)
+            index[count] = at
+            nbytes[count + 1] = nbytes[count] + sizes[layer, j]
+            row_nbytes[count + 1] = row_nbytes[count] + sizes[layer, j] * rows
+            runs[count + 1] = runs[count] + (at != previous + 1 or j == 0)
             previous = at
             count += 1
     return count
 
 
-@compiled
+@decision(inline=True)
 def _refuse(state, geometry, options, step, work):
     """Mark experts whose score is below the cheapest victim's; return how many slots can be had.
 
@@ -168,151 +164,143 @@ def _refuse(state, geometry, options, step, work):
     return slots
 
 
-@compiled
-def _order_experts(step, work, longest_first):
-    """Shell sort of the experts: those that miss nothing last, else most rows, (longest run,) most reuse first."""
-    n = step.num_experts
-    for i in range(n):
-        work.order[i] = i
+@decision
+def _order_experts(rows, missing, reuse, order, num_experts, longest_first):
+    """Shell sort: experts that miss nothing last, else most rows, (longest run,) most reuse first."""
+    for i in range(num_experts):
+        order[i] = i
     gap = 1
-    while gap < n // 3:
+    while 3 * gap + 1 < num_experts:
         gap = 3 * gap + 1
     while gap > 0:
-        for k in range(gap, n):
-            i = work.order[k]
+        for k in range(gap, num_experts):
+            i = order[k]
             at = k
-            while at >= gap and _precedes(step, work, i, work.order[at - gap], longest_first):
-                work.order[at] = work.order[at - gap]
+            while at >= gap and _precedes(rows, missing, reuse, i, order[at - gap], longest_first):
+                order[at] = order[at - gap]
                 at -= gap
-            work.order[at] = i
+            order[at] = i
         gap //= 3
 
 
-@compiled
-def _precedes(step, work, a, b, longest_first):
-    if (work.missing[a] == 0) != (work.missing[b] == 0):
-        return work.missing[b] == 0
-    if step.rows[a] != step.rows[b]:
-        return step.rows[a] > step.rows[b]
-    if longest_first and work.missing[a] != work.missing[b]:
-        return work.missing[a] > work.missing[b]
-    if work.reuse[a] != work.reuse[b]:
-        return work.reuse[a] > work.reuse[b]
+@decision(inline=True)
+def _precedes(rows, missing, reuse, a, b, longest_first):
+    if (missing[a] == 0) != (missing[b] == 0):
+        return missing[b] == 0
+    if rows[a] != rows[b]:
+        return rows[a] > rows[b]
+    if longest_first and missing[a] != missing[b]:
+        return missing[a] > missing[b]
+    if reuse[a] != reuse[b]:
+        return reuse[a] > reuse[b]
     return a < b
 
 
-@compiled
-def _prefix_us(rates, work, hits, total, streamed, linked):
-    """The step's cost if the first ``streamed`` shards are streamed, up to ``linked`` read in place, the rest CPU."""
-    nbytes = work.nbytes
-    rows = work.row_nbytes
+@decision(inline=True)
+def _prefix_us(rates, hits, nbytes, rows, runs, total, streamed, linked):
+    """The step's cost if the first ``streamed`` shards are streamed, those up to ``linked`` read in place."""
     return step_us(rates, Loads(
-        hits[0], hits[1], work.runs[streamed], nbytes[streamed], rows[streamed],
+        hits[0], hits[1], runs[streamed], nbytes[streamed], rows[streamed],
         linked - streamed, nbytes[linked] - nbytes[streamed], rows[linked] - rows[streamed],
         total - linked, nbytes[total] - nbytes[linked], rows[total] - rows[linked]))
 
 
-@compiled
-def _scan_prefixes(rates, options, work, hits, total, limit):
-    """Write the cheapest prefix split into ``work.side`` and return its cost; ties give the link more."""
+@decision
+def scan_prefixes(rates, options, work, total, limit):
+    """(cost, streamed, linked) of the cheapest prefix split; ties give the link more."""
+    hits, nbytes, rows, runs = work.hits, work.nbytes, work.row_nbytes, work.runs
     if options.lanes == 1 << STREAM:
-        _write_prefix(work, total, limit, limit, UNPLACED)
-        return _prefix_us(rates, work, hits, limit, limit, limit)
+        return _prefix_us(rates, hits, nbytes, rows, runs, limit, limit, limit), limit, limit
+    low, high = 0, total
     stride = (total + COARSE_SHARDS - 1) // COARSE_SHARDS
-    best, streamed, linked = _scan_range(rates, options, work, hits, total, limit, 0, total, stride)
-    if stride > 1:
-        low = max(0, linked - stride)
-        high = min(total, linked + stride)
-        best, streamed, linked = _scan_range(rates, options, work, hits, total, limit, low, high, 1)
-    _write_prefix(work, total, streamed, linked, CPU)
-    return best
+    while True:
+        best, streamed, linked = _scan_range(rates, options, hits, nbytes, rows, runs, total, limit, low, high, stride)
+        if stride == 1:
+            return best, streamed, linked
+        low, high, stride = max(0, linked - stride), min(total, linked + stride), 1
 
 
-@compiled
-def _scan_range(rates, options, work, hits, total, limit, low, high, stride):
-    """(cost, streamed, linked) of the cheapest prefix; lengths from ``high`` down, and ``low`` itself."""
+@decision
+def _scan_range(rates, options, hits, nbytes, rows, runs, total, limit, low, high, stride):
+    """Scan prefix lengths from ``high`` down, every ``stride``-th and ``low`` itself.
+
+    A shorter prefix only adds to the CPU, so the scan ends where the CPU alone takes as long as the best.
+    """
+    fixed = rates.step_fix_us + rates.miss_fix_us
     best = INFINITE
-    best_streamed = -1
-    best_linked = -1
+    best_streamed = best_linked = -1
     length = high
-    while length >= low:
-        on_cpu = length < total
-        if not on_cpu or allows(options, CPU):
-            streamed = min(length, limit)
-            if allows(options, STREAM) and (streamed == length or allows(options, ZERO_COPY)):
-                us = _prefix_us(rates, work, hits, total, streamed, length)
-                if us < best or best_linked < 0:
-                    best, best_streamed, best_linked = us, streamed, length
-            if (length == 0 or allows(options, ZERO_COPY)):
-                us = _prefix_us(rates, work, hits, total, 0, length)
-                if us < best or best_linked < 0:
-                    best, best_streamed, best_linked = us, 0, length
+    while length >= low and (length == total or allows(options, CPU)):
+        on_cpu = cpu_us(rates, total - length, nbytes[total] - nbytes[length], rows[total] - rows[length])
+        if best_linked >= 0 and fixed + on_cpu >= best:
+            break
+        for use_stream in range(1, -1, -1):
+            streamed = min(length, limit) if use_stream else 0
+            if (use_stream and not allows(options, STREAM)) or (streamed < length and not allows(options, ZERO_COPY)):
+                continue
+            us = _prefix_us(rates, hits, nbytes, rows, runs, total, streamed, length)
+            if us < best or best_linked < 0:
+                best, best_streamed, best_linked = us, streamed, length
         length = length - stride if length == low or length - stride >= low else low
     return best, best_streamed, best_linked
 
 
-@compiled
-def _write_prefix(work, total, streamed, linked, rest):
+@decision(inline=True)
+def _write_prefix(options, work, total, streamed, linked):
+    rest = UNPLACED if options.lanes == 1 << STREAM else CPU
     for i in range(total):
         work.side[i] = STREAM if i < streamed else (ZERO_COPY if i < linked else rest)
 
 
-@compiled
-def _try_subsets(rates, options, work, hits, total):
+@decision
+def try_subsets(rates, options, work, total):
     """(cost, subset, its lane) over all subsets for the link; bit ``total - 1 - i`` is shard ``i`` in link order.
 
     Larger numbers come first and ties keep the first, so that the link gets the shards with most reuse.
     """
-    _sum_subsets(work, total)
+    nbytes, rows, sums = work.nbytes, work.row_nbytes, work.subset
+    _sum_subsets(nbytes, rows, work.runs, sums, total)
     best = INFINITE
-    best_subset = -1
-    best_lane = STREAM
+    best_subset, best_lane = -1, STREAM
     for subset in range((1 << total) - 1, -1, -1):
         if subset != (1 << total) - 1 and not allows(options, CPU):
             break
-        for lane in (STREAM, ZERO_COPY):
+        for lane in range(STREAM, ZERO_COPY + 1):
             if subset != 0 and not allows(options, lane):
                 continue
-            us = _subset_us(rates, work, hits, total, subset, lane)
+            us = _subset_us(rates, work.hits, nbytes[total], rows[total], sums, total, subset, lane)
             if us < best or best_subset < 0:
                 best, best_subset, best_lane = us, subset, lane
     return best, best_subset, best_lane
 
 
-@compiled
-def _sum_subsets(work, total):
-    """Bytes, rows x bytes and runs of every subset, each from the one without its highest bit."""
-    work.subset[:, 0] = 0
+@decision(inline=True)
+def _sum_subsets(nbytes, rows, runs, sums, total):
+    """Bytes, rows x bytes, runs and count of every subset, each from the one without its highest bit."""
+    for k in range(4):
+        sums[k, 0] = 0
     for bit in range(total):
         i = total - 1 - bit
-        nbytes = work.nbytes[i + 1] - work.nbytes[i]
-        row_nbytes = work.row_nbytes[i + 1] - work.row_nbytes[i]
-        joins = bit > 0 and work.runs[i + 2] == work.runs[i + 1]  # shard i + 1 continues shard i
+        joins = bit > 0 and runs[i + 2] == runs[i + 1]  # shard i + 1 continues shard i
         for rest in range(1 << bit):
             subset = rest | (1 << bit)
-            work.subset[0, subset] = work.subset[0, rest] + nbytes
-            work.subset[1, subset] = work.subset[1, rest] + row_nbytes
-            work.subset[2, subset] = work.subset[2, rest] + (not (joins and rest >> (bit - 1) & 1))
+            sums[0, subset] = sums[0, rest] + nbytes[i + 1] - nbytes[i]
+            sums[1, subset] = sums[1, rest] + rows[i + 1] - rows[i]
+            sums[2, subset] = sums[2, rest] + (0 if joins and (rest >> (bit - 1)) & 1 else 1)
+            sums[3, subset] = sums[3, rest] + 1
 
 
-@compiled
-def _subset_us(rates, work, hits, total, subset, lane):
-    nbytes = work.subset[0, subset]
-    rows = work.subset[1, subset]
-    count = 0
-    rest = subset
-    while rest:
-        rest &= rest - 1
-        count += 1
-    on_cpu = total - count
-    if lane == STREAM:
-        return step_us(rates, Loads(hits[0], hits[1], work.subset[2, subset], nbytes, rows, 0, 0, 0,
-                                    on_cpu, work.nbytes[total] - nbytes, work.row_nbytes[total] - rows))
-    return step_us(rates, Loads(hits[0], hits[1], 0, 0, 0, count, nbytes, rows,
-                                on_cpu, work.nbytes[total] - nbytes, work.row_nbytes[total] - rows))
+@decision(inline=True)
+def _subset_us(rates, hits, nbytes, rows, sums, total, subset, lane):
+    size, row_size, count = sums[0, subset], sums[1, subset], sums[3, subset]
+    streams = 1 if lane == STREAM else 0
+    reads = 1 - streams
+    return step_us(rates, Loads(
+        hits[0], hits[1], streams * sums[2, subset], streams * size, streams * row_size,
+        reads * count, reads * size, reads * row_size, total - count, nbytes - size, rows - row_size))
 
 
-@compiled
+@decision(inline=True)
 def _write_subset(work, total, subset, lane):
     for i in range(total):
-        work.side[i] = lane if subset >> (total - 1 - i) & 1 else CPU
+        work.side[i] = lane if (subset >> (total - 1 - i)) & 1 else CPU
