@@ -1,0 +1,163 @@
+"""Arrays at the edge: what callers pass, seen as an address, a shape, strides and an element type.
+
+Takes NumPy arrays, ``__array_interface__`` and DLPack on the CPU (torch, jax, ...), without importing any of
+their libraries and without copying. bfloat16, which NumPy lacks, is carried as uint16.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from trilane.errors import ArrayError, ArrayTypeError
+
+FLOAT_NAMES = {"float32": "f32", "float16": "f16", "uint16": "bf16", "bfloat16": "bf16"}
+
+
+@dataclass(frozen=True)
+class HostView:
+    """A caller's array in host memory: a NumPy view (bfloat16 as uint16) and what it must outlive."""
+
+    array: np.ndarray
+    element: str  # "f32", "f16", "bf16", or NumPy's name of another type
+    owner: Any
+
+    @property
+    def address(self) -> int:
+        return int(self.array.ctypes.data)
+
+
+def view_array(value: Any, name: str) -> HostView:
+    """See ``value`` as host memory without a copy.
+
+    Parameters
+    ----------
+    value : array
+        NumPy, or anything with ``__array_interface__`` or ``__dlpack__`` on the CPU.
+    name : str
+        The argument's name, for errors.
+
+    Raises
+    ------
+    ArrayError
+        The value is no array, or lives on another device.
+    """
+    if isinstance(value, np.ndarray):
+        array = value
+    elif hasattr(value, "__array_interface__"):
+        array = np.asarray(value)
+    elif hasattr(value, "__dlpack__"):
+        array = _view_dlpack(value, name)
+        return HostView(array, _element(array, getattr(value, "dtype", None)), value)
+    else:
+        raise ArrayTypeError(
+            f"{name}: a {type(value).__name__} is no array; pass NumPy, or an object with "
+            "__array_interface__ or __dlpack__ in host memory"
+        )
+    return HostView(array, _element(array, None), value)
+
+
+def _element(array: np.ndarray, source_dtype: Any) -> str:
+    if source_dtype is not None and "bfloat16" in str(source_dtype):
+        return "bf16"
+    return FLOAT_NAMES.get(array.dtype.name, array.dtype.name)
+
+
+def _view_dlpack(value: Any, name: str) -> np.ndarray:
+    device_type = int(value.__dlpack_device__()[0])
+    if device_type != 1:
+        raise ArrayError(
+            f"{name}: the array is on DLPack device type {device_type}; the host device needs type 1 "
+            "(CPU): move it to host memory first"
+        )
+    if "bfloat16" in str(getattr(value, "dtype", "")):
+        return _BorrowedTensor(value.__dlpack__()).as_uint16()
+    try:
+        return np.from_dlpack(value)
+    except (BufferError, RuntimeError, TypeError) as error:
+        raise ArrayTypeError(
+            f"{name}: DLPack refused ({error}); pass a plain, detached host tensor of a standard type"
+        ) from error
+
+
+class _DLTensor(ctypes.Structure):
+    """The leading fields of DLPack's ``DLTensor`` (DLPack specification, version 0 and 1)."""
+
+    _fields_ = [
+        ("data", ctypes.c_void_p),
+        ("device_type", ctypes.c_int32),
+        ("device_id", ctypes.c_int32),
+        ("ndim", ctypes.c_int32),
+        ("code", ctypes.c_uint8),
+        ("bits", ctypes.c_uint8),
+        ("lanes", ctypes.c_uint16),
+        ("shape", ctypes.POINTER(ctypes.c_int64)),
+        ("strides", ctypes.POINTER(ctypes.c_int64)),
+        ("byte_offset", ctypes.c_uint64),
+    ]
+
+
+class _BorrowedTensor:
+    """A DLPack capsule read in place, for the one type NumPy cannot take: bfloat16.
+
+    The capsule is never renamed to "used", so its own destructor frees the producer's tensor when this
+    object, kept alive as the base of the array, goes.
+    """
+
+    def __init__(self, capsule: Any) -> None:
+        self._capsule = capsule
+        get = ctypes.pythonapi.PyCapsule_GetPointer
+        get.restype, get.argtypes = ctypes.c_void_p, [ctypes.py_object, ctypes.c_char_p]
+        tensor = _DLTensor.from_address(get(capsule, b"dltensor"))
+        shape = tuple(tensor.shape[i] for i in range(tensor.ndim))
+        strides = tuple(2 * tensor.strides[i] for i in range(tensor.ndim)) if tensor.strides else None
+        self.__array_interface__ = {
+            "version": 3,
+            "typestr": "<u2",
+            "shape": shape,
+            "strides": strides,
+            "data": ((tensor.data or 0) + tensor.byte_offset, False),
+        }
+
+    def as_uint16(self) -> np.ndarray:
+        return np.asarray(self)
+
+
+def like_input(value: Any, shape: tuple[int, ...]) -> Any:
+    """A new output array of the caller's own kind and element type, uninitialised."""
+    if isinstance(value, np.ndarray) or not hasattr(value, "__dlpack__"):
+        return np.empty(shape, view_array(value, "hidden").array.dtype)
+    if hasattr(value, "new_empty"):
+        return value.new_empty(shape)
+    namespace = value.__array_namespace__() if hasattr(value, "__array_namespace__") else np
+    return namespace.empty(shape, dtype=value.dtype)
+
+
+def rows_of(view: HostView, name: str, columns: int, columns_are: str) -> tuple[int, int]:
+    """Check a (rows, columns) array with packed rows; return (rows, row stride in bytes).
+
+    Raises
+    ------
+    ArrayError
+        Wrong number of dimensions or columns, or elements of a row that are not adjacent.
+    """
+    array = view.array
+    if array.ndim != 2 or array.shape[1] != columns:
+        raise ArrayError(
+            f"{name}: shape {tuple(array.shape)}, but (rows, {columns}) is needed: {columns_are}; "
+            "reshape it to two dimensions"
+        )
+    if array.shape[0] > 1 and array.shape[1] > 1 and array.strides[0] < array.shape[1] * array.itemsize:
+        raise ArrayError(
+            f"{name}: rows overlap or run backwards (strides {array.strides} bytes); pass a copy, "
+            f"such as numpy.ascontiguousarray({name})"
+        )
+    if array.shape[1] > 1 and array.strides[1] != array.itemsize:
+        raise ArrayError(
+            f"{name}: elements of a row are {array.strides[1]} bytes apart, but must be adjacent "
+            f"({array.itemsize}); pass numpy.ascontiguousarray({name})"
+        )
+    return array.shape[0], array.strides[0]

@@ -1,0 +1,464 @@
+"""ExpertScheduler: what an engine embeds. Checks arguments at the boundary, runs steps, tells what happened.
+
+The one file that knows decisions and devices. A step itself is in host_runner.py; errors of the layers below
+are turned into the public ones here.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import weakref
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from trilane.arrays import HostView, like_input, rows_of, view_array
+from trilane.config import Config
+from trilane.cpu_kernels.team import TeamClosed, TeamError, TeamForked
+from trilane.errors import (
+    ArrayError,
+    ArrayTypeError,
+    ClosedError,
+    ConfigError,
+    DeviceError,
+    ForkError,
+    RoutingError,
+    TrilaneError,
+    WorkerError,
+)
+from trilane.expert import Outcome, Plan
+from trilane.host_runner import ELEMENTS, HostRunner, StepInput
+from trilane.journal import StoryEntry
+from trilane.lane_probe import calibrate
+from trilane.profile import MachineProfile
+from trilane.stats import Stats, make_stats
+from trilane.store import ExpertStore
+
+log = logging.getLogger("trilane")
+
+WEIGHT_ELEMENTS = ("float32", "float16", "uint16", "float64")
+
+
+@dataclass(frozen=True)
+class Explanation:
+    """The last decision of a layer: the plan with its predicted times, and the observed ones."""
+
+    plan: Plan
+    outcome: Outcome
+
+    def __str__(self) -> str:
+        observed = ", ".join(f"{name} {us:.1f}" for name, us in self.outcome.observed_us if us is not None)
+        return f"{self.plan}\nobserved us: {observed or 'not yet'}"
+
+
+class Ticket:
+    """A submitted layer-step; give it to :meth:`ExpertScheduler.wait`."""
+
+    def __init__(self, layer: int, result: Any, held: tuple[Any, ...]) -> None:
+        self.layer = layer
+        self.done = False
+        self._result, self._held = result, held
+
+
+class Request:
+    """Work done between the start and the end of a ``with scheduler.request()`` block."""
+
+    def __init__(self, scheduler: ExpertScheduler) -> None:
+        self._scheduler = scheduler
+        self._start = scheduler._runner.totals.copy()
+        self._end: np.ndarray | None = None
+
+    @property
+    def stats(self) -> Stats:
+        """What was done so far, or in all once the block has ended."""
+        end = self._scheduler._runner.totals if self._end is None else self._end
+        return self._scheduler._make_stats(end - self._start)
+
+    def _finish(self) -> None:
+        self._end = self._scheduler._runner.totals.copy()
+
+
+class ExpertScheduler:
+    """Serves routed experts over three lanes, with the same bits whichever lane served them.
+
+    Parameters
+    ----------
+    store : ExpertStore
+        The experts in host RAM; may be shared by several schedulers.
+    profile : MachineProfile, optional
+        The machine's measured rates. None: the lanes are measured once, which takes about a second.
+    config : Config or mapping, optional
+        Options; see :class:`~trilane.Config`.
+    device : str
+        ``"host"``: slots, link and device are played by the machine's own memory and cores.
+
+    Raises
+    ------
+    ConfigError, DeviceError, ProfileError
+
+    Notes
+    -----
+    One step is in flight at a time, and one thread uses a scheduler at a time. Rows with a NaN or infinite
+    element give NaN rows. Ids of -1 and ``num_experts`` are skipped; a row of which all are skipped gives
+    zeros. A token that names an expert twice gets it twice.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from trilane import Config, ExpertScheduler, ExpertStore
+    >>> rng = np.random.default_rng(0)
+    >>> layer = {name: rng.standard_normal((8, 256, 256), np.float32) for name in ("gate", "up", "down")}
+    >>> store = ExpertStore.from_arrays([layer], formats="q8_0")
+    >>> with ExpertScheduler(store, config=Config(cache={"slots": 4})) as scheduler:  # doctest: +SKIP
+    ...     y = scheduler.forward(0, np.ones((1, 256), np.float32), [[1, 5]], [[0.5, 0.5]])
+    """
+
+    def __init__(
+        self,
+        store: ExpertStore,
+        *,
+        profile: MachineProfile | None = None,
+        config: Config | Mapping[str, Any] | None = None,
+        device: str = "host",
+    ) -> None:
+        if device != "host":
+            raise DeviceError(f"device {device!r}: this release has the host device only; use device='host'")
+        self.store = store
+        self.config = config if isinstance(config, Config) else Config.from_mapping(config or {})
+        self._pid = os.getpid()
+        self._ticket: Ticket | None = None
+        self._failure: TrilaneError | None = None
+        with _public_errors():
+            self._runner = HostRunner(store, self.config)
+        self._finalizer = weakref.finalize(self, self._runner.close)
+        with self._closing_on_error():
+            self.profile = profile or calibrate(self._runner)
+            self._runner.rates = self.profile.rates_for(self._runner)
+
+    # ------------------------------------------------------------------------------------------- running
+    def forward(
+        self,
+        layer: int,
+        hidden: Any,
+        topk_ids: Any,
+        topk_weights: Any,
+        out: Any = None,
+        stream: Any = None,
+    ) -> Any:
+        """Run the routed experts of one layer: :meth:`submit`, then :meth:`wait`.
+
+        Parameters
+        ----------
+        layer : int
+            Index of the MoE layer in the store.
+        hidden : array (rows, hidden)
+            float32, float16 or bfloat16 (NumPy: as uint16). NumPy, DLPack or ``__array_interface__``.
+        topk_ids : integer array (rows, top_k)
+            Expert ids; -1 and ``num_experts`` mean "none".
+        topk_weights : float array (rows, top_k)
+            Router weights, used as float32.
+        out : array (rows, hidden), optional
+            Where the result goes; any of the float types. It may be ``hidden`` itself.
+        stream : None
+            Streams belong to GPU devices.
+
+        Returns
+        -------
+        ``out``, or a new array of the kind and type of ``hidden``.
+
+        Raises
+        ------
+        ArrayError, RoutingError, WorkerError, ClosedError, ForkError
+        """
+        return self.wait(self.submit(layer, hidden, topk_ids, topk_weights, out=out, stream=stream))
+
+    def submit(
+        self,
+        layer: int,
+        hidden: Any,
+        topk_ids: Any,
+        topk_weights: Any,
+        out: Any = None,
+        stream: Any = None,
+    ) -> Ticket:
+        """Start a layer-step and return at once; the arguments are those of :meth:`forward`.
+
+        ``hidden`` and ``out`` must stay as they are until :meth:`wait`. A batch larger than a step takes is
+        run in parts, of which only the last is still in flight on return.
+        """
+        self._check_usable()
+        if stream is not None:
+            raise ArrayError(f"stream: {stream!r}, but the host device has no streams; leave it out")
+        if self._ticket is not None:
+            raise TrilaneError(
+                f"submit: a step of layer {self._ticket.layer} is in flight and there can be one only; "
+                "wait for its ticket first"
+            )
+        layer = self._check_layer(layer)
+        x = self._check_hidden(hidden)
+        ids, weights = self._check_routing(topk_ids, topk_weights, len(x.array))
+        result = like_input(hidden, x.array.shape) if out is None else out
+        y = self._check_out(result, x)
+        ticket = Ticket(layer, result, (x, y))
+        with self._failing():
+            self._start(layer, x, ids, weights, y)
+        if len(x.array) and ids.shape[1]:
+            self._ticket = ticket
+        else:
+            y.array[...] = 0
+            ticket.done = True
+        return ticket
+
+    def wait(self, ticket: Ticket) -> Any:
+        """Wait for a submitted step and return its output."""
+        if ticket.done:
+            return ticket._result
+        self._check_usable()
+        if ticket is not self._ticket:
+            raise TrilaneError("wait: that ticket is not in flight; wait once for what submit() returned")
+        self._ticket = None
+        with self._failing():
+            self._runner.finish()
+        ticket.done = True
+        return ticket._result
+
+    def _start(self, layer: int, x: HostView, ids: np.ndarray, weights: np.ndarray, y: HostView) -> None:
+        """Run all parts of a batch but the last to their end, and start that one."""
+        rows, top_k = ids.shape
+        if rows == 0 or top_k == 0:
+            return
+        most = self._runner.max_rows(top_k)
+        if rows > most:  # nothing may run before all of the batch is known to be sound
+            self._check_ids(layer, ids)
+        for start in range(0, rows, most):
+            if start:
+                self._runner.finish()
+            part = slice(start, min(rows, start + most))
+            self._runner.take_routing(ids[part], weights[part])
+            step = StepInput(
+                layer, part.stop - start, top_k,
+                x.address + start * x.array.strides[0], x.array.strides[0], x.element,
+                y.address + start * y.array.strides[0], y.array.strides[0], y.element,
+            )  # fmt: skip
+            num_experts = self._runner.check_routing(step)
+            if num_experts < 0:
+                self._check_ids(layer, ids)
+            self._runner.begin(step, num_experts)
+
+    def hint(self, layer: int, expert_ids: Iterable[int]) -> int:
+        """Say which experts of a layer are likely soon, most likely first.
+
+        Idle link time copies those that are worth more than what they displace; a submitted step ends that.
+
+        Returns
+        -------
+        int
+            Background fills started.
+        """
+        self._check_usable()
+        layer = self._check_layer(layer)
+        ids = [int(e) for e in np.asarray(list(expert_ids)).reshape(-1)]
+        num = self.store.layers[layer].num_experts
+        for expert in ids:
+            if not -1 <= expert <= num:
+                raise RoutingError(_bad_id(layer, expert, num, "hint"))
+        wanted = list(dict.fromkeys(e for e in ids if 0 <= e < num))
+        if self._ticket is not None or not wanted:
+            return 0
+        with self._failing():
+            return self._runner.start_fills(layer, wanted)
+
+    # ------------------------------------------------------------------------------------------- looking
+    def stats(self) -> Stats:
+        """A snapshot of all counters since the start."""
+        return self._make_stats(self._runner.totals)
+
+    @contextlib.contextmanager
+    def request(self) -> Iterator[Request]:
+        """Count the work inside a ``with`` block: ``with scheduler.request() as r: ...; r.stats``."""
+        request = Request(self)
+        try:
+            yield request
+        finally:
+            request._finish()
+
+    def explain(self, layer: int) -> Explanation | None:
+        """The last decision of a layer with its costs; None before its first step."""
+        found = self._runner.explain(self._check_layer(layer))
+        return None if found is None else Explanation(*found)
+
+    def story(self, layer: int, expert: int) -> tuple[StoryEntry, ...]:
+        """What happened to an expert in recent steps, oldest first."""
+        layer = self._check_layer(layer)
+        num = self.store.layers[layer].num_experts
+        if not 0 <= expert < num:
+            raise RoutingError(_bad_id(layer, expert, num, "story"))
+        return self._runner.story(layer, expert)
+
+    def _make_stats(self, totals: np.ndarray) -> Stats:
+        runner = self._runner
+        return make_stats(
+            totals,
+            bytes_pinned=0,
+            bytes_pageable=self.store.nbytes,
+            inactive=_inactive(self.config, len(runner.tables.slot_address)),
+            played=runner.device.played.given(),
+        )
+
+    # -------------------------------------------------------------------------------------------- ending
+    def close(self) -> None:
+        """Stop the threads and free the slots; may be called again."""
+        self._finalizer()
+
+    def __enter__(self) -> ExpertScheduler:
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self.close()
+
+    # ------------------------------------------------------------------------------------------- checking
+    def _check_usable(self) -> None:
+        if os.getpid() != self._pid:
+            raise ForkError(
+                f"scheduler: made in process {self._pid}, but used in its forked child {os.getpid()}, which has "
+                "none of its threads; make a scheduler in the child, or start it with the spawn method"
+            )
+        if not self._finalizer.alive:
+            raise ClosedError("scheduler: it has been closed; make a new one")
+        if self._failure is not None:
+            raise type(self._failure)(f"{self._failure} (the scheduler stopped then; make a new one)")
+
+    def _check_layer(self, layer: int) -> int:
+        if not isinstance(layer, (int, np.integer)) or not 0 <= layer < self.store.num_layers:
+            raise RoutingError(
+                f"layer: {layer!r}, but the store has layers 0 to {self.store.num_layers - 1}; pass the index "
+                "of the MoE layer, counted without dense layers"
+            )
+        return int(layer)
+
+    def _check_hidden(self, hidden: Any) -> HostView:
+        x = view_array(hidden, "hidden")
+        if x.element not in ELEMENTS:
+            raise ArrayTypeError(
+                f"hidden: dtype {x.element}, but float32, float16 or bfloat16 (NumPy: uint16) is needed; convert it"
+            )
+        rows_of(x, "hidden", self.store.hidden, "the store's hidden size")
+        return x
+
+    def _check_out(self, out: Any, x: HostView) -> HostView:
+        y = view_array(out, "out")
+        if y.element not in ELEMENTS:
+            raise ArrayTypeError(
+                f"out: dtype {y.element}, but float32, float16 or bfloat16 (NumPy: uint16) is needed"
+            )
+        if not y.array.flags.writeable:
+            raise ArrayError(
+                "out: the array is read-only, but the result is written there; pass a writable one"
+            )
+        rows, _ = rows_of(y, "out", self.store.hidden, "the store's hidden size")
+        if rows != len(x.array):
+            raise ArrayError(f"out: {rows} rows, but hidden has {len(x.array)}; give both the same number")
+        return y
+
+    def _check_routing(self, topk_ids: Any, topk_weights: Any, rows: int) -> tuple[np.ndarray, np.ndarray]:
+        ids = _view_or_list(topk_ids, "topk_ids", np.int64)
+        weights = _view_or_list(topk_weights, "topk_weights", np.float32)
+        if ids.array.dtype.kind not in "iu" or ids.element == "bf16" and ids.array.dtype.kind != "u":
+            raise ArrayTypeError(f"topk_ids: dtype {ids.array.dtype}, but integers are needed; convert them")
+        if weights.array.dtype.name not in WEIGHT_ELEMENTS:
+            raise ArrayTypeError(
+                f"topk_weights: dtype {weights.array.dtype}, but floats are needed; convert them to float32"
+            )
+        for name, view in (("topk_ids", ids), ("topk_weights", weights)):
+            if view.array.ndim != 2 or len(view.array) != rows:
+                raise ArrayError(
+                    f"{name}: shape {view.array.shape}, but ({rows}, top_k) is needed: one row for each row of "
+                    "hidden"
+                )
+        if ids.array.shape != weights.array.shape:
+            raise ArrayError(
+                f"topk_weights: shape {weights.array.shape}, but topk_ids has {ids.array.shape}; both are "
+                "(rows, top_k)"
+            )
+        return ids.array, _as_float32(weights)
+
+    def _check_ids(self, layer: int, ids: np.ndarray) -> None:
+        num = self.store.layers[layer].num_experts
+        bad = (ids < -1) | (ids > num)
+        if bad.any():
+            row, rank = (int(i) for i in np.argwhere(bad)[0])
+            raise RoutingError(_bad_id(layer, int(ids[row, rank]), num, f"topk_ids[{row}, {rank}]"))
+
+    @contextlib.contextmanager
+    def _failing(self) -> Iterator[None]:
+        """Turn errors of the lanes into public ones; after a dead or hanging worker nothing runs any more."""
+        try:
+            with _public_errors():
+                yield
+        except WorkerError as error:
+            self._failure = error
+            self._ticket = None
+            raise
+
+    @contextlib.contextmanager
+    def _closing_on_error(self) -> Iterator[None]:
+        try:
+            with _public_errors():
+                yield
+        except BaseException:
+            self.close()
+            raise
+
+
+@contextlib.contextmanager
+def _public_errors() -> Iterator[None]:
+    try:
+        yield
+    except TeamForked as error:
+        raise ForkError(str(error)) from error
+    except TeamClosed as error:
+        raise ClosedError(str(error)) from error
+    except TeamError as error:
+        raise WorkerError(str(error)) from error
+
+
+def _view_or_list(value: Any, name: str, dtype: type) -> HostView:
+    if isinstance(value, (list, tuple)):
+        value = np.asarray(value, dtype)
+    return view_array(value, name)
+
+
+def _as_float32(weights: HostView) -> np.ndarray:
+    if weights.array.dtype == np.uint16:
+        return (weights.array.astype(np.uint32) << 16).view(np.float32)
+    return weights.array
+
+
+def _bad_id(layer: int, expert: int, num: int, where: str) -> str:
+    return (
+        f"{where}: expert id {expert}, but layer {layer} has experts 0 to {num - 1} (-1 and {num} mean none); "
+        "check the router's output"
+    )
+
+
+def _inactive(config: Config, num_slots: int) -> dict[str, str]:
+    """Lanes and features that do nothing, with the reason."""
+    reasons = {}
+    policy = config.policy
+    for lane in ("stream", "zero_copy", "cpu"):
+        if policy.force is not None and lane != policy.force:
+            reasons[lane] = f"policy.force sends every miss to {policy.force}"
+        elif lane not in policy.lanes:
+            reasons[lane] = "policy.lanes leaves it out"
+    if num_slots == 0:
+        reasons["cache"] = "there are no slots (section cache)"
+        reasons.setdefault("stream", "there are no slots to stream to")
+    reasons["pinned"] = "the host device needs no pinned memory"
+    return reasons
+
+
+__all__ = ["ConfigError", "ExpertScheduler", "Explanation", "Request", "Ticket"]
