@@ -10,8 +10,10 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from llvmlite import ir
+
 from trilane.cpu_kernels.activation import F32_BLOCK_NBYTES
-from trilane.cpu_kernels.emit import F32X4, Emitter, V, Vec, emitted, i64
+from trilane.cpu_kernels.emit import F32X4, Emitter, V, Vec, emitted
 from trilane.cpu_kernels.rows import BLOCK4_ARGS
 from trilane.cpu_kernels.rows import make_rows as make_row_loop
 from trilane.cpu_kernels.sub_blocks import fold_doubles, fold_halves
@@ -79,7 +81,7 @@ def _loop(e: Emitter, count: V, types: list[Vec], body: Callable[[V, list[V]], l
     builder.position_at_end(head)
     k = builder.phi(count.ir.type)
     values = [builder.phi(t.llvm) for t in types]
-    k.add_incoming(e.const(i64, 0).ir, before)
+    k.add_incoming(ir.Constant(count.ir.type, 0), before)
     for value, t in zip(values, types, strict=True):
         value.add_incoming(e.const(t, 0.0).ir, before)
     builder.cbranch(builder.icmp_signed("<", k, count.ir), inside, after)

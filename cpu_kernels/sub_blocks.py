@@ -17,7 +17,7 @@ from llvmlite import ir
 from numba.core import cgutils, types
 
 from trilane.cpu_kernels.activation import BS32, D
-from trilane.cpu_kernels.emit import F32X4, F32X8, I32X8, Emitter, V, Vec, emitted, f32, i32, i64
+from trilane.cpu_kernels.emit import F32X4, F32X8, I32X4, I32X8, Emitter, V, Vec, emitted, f32, i64
 from trilane.cpu_kernels.rows import BLOCK4_ARGS
 from trilane.jit import compiled
 
@@ -139,8 +139,8 @@ def make_block4(
         mains, sides, record = args[:4], args[4:8], args[8]
         dots = e.sum4([sub_dots(e, main + j * sub_nbytes, record + (j << 5)) for main in mains])
         if offset:
-            x_sum = e.load(types.int16, record + BS32 + (j << 1)).sext(i32)
-            dots = dots - e.splat(x_sum * offset, 4)
+            x_sum = e.splat(e.load(types.int16, record + BS32 + (j << 1)), 4)
+            dots = dots - x_sum.sext(I32X4) * offset
         scales = sub_scales(e, [side + j * scale_nbytes for side in sides])
         e.store(slots + (j << 4), dots.to_float(F32X4) * scales, align=16)
 
