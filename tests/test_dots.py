@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import mmap
+import sys
 import zlib
 from collections.abc import Callable
 
@@ -73,9 +75,7 @@ def full_source(name: str, rows: int, k: int, byte: int) -> np.ndarray:
     """All quants at one extreme, with ordinary scales: the largest sums."""
     source = random_source(name, rows, k, rng_of(name, byte))
     blocks = source.reshape(-1, format_of(name).block_nbytes)
-    blocks[
-        :, {"q8_0": slice(2, 34), "q4_k": slice(4, 144), "q6_k": slice(0, 192), "mxfp4": slice(1, 17)}[name]
-    ] = byte
+    blocks[:, {"q8_0": slice(2, 34), "q4_k": slice(4, 144), "q6_k": slice(0, 192), "mxfp4": slice(1, 17)}[name]] = byte
     if name == "q6_k":
         blocks[:, 192:208] = 0x80 if byte == 0 else 0x7F
     return source
@@ -104,9 +104,7 @@ def activations(name: str, x: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     return buffer, addresses.astype(np.int64)
 
 
-def run(
-    name: str, isa: str, source: np.ndarray, x: np.ndarray, r0: int = 0, r1: int | None = None
-) -> np.ndarray:
+def run(name: str, isa: str, source: np.ndarray, x: np.ndarray, r0: int = 0, r1: int | None = None) -> np.ndarray:
     """What the kernel writes to an output of NaN: (num_x, rows)."""
     rows = len(source)
     main, main_stride, side, side_stride = planes(name, source)
@@ -181,9 +179,7 @@ def test_denormal_products_are_kept(name: str, isa: str) -> None:
         source[:, 0] = rng.integers(0, 3, len(source))
         source = source.reshape(6, -1)
     else:
-        source = (
-            format_of(name).quantize(rng.uniform(-6e-8, 6e-8, (6 * 512, 1)).astype(np.float32)).reshape(6, -1)
-        )
+        source = format_of(name).quantize(rng.uniform(-6e-8, 6e-8, (6 * 512, 1)).astype(np.float32)).reshape(6, -1)
     x = (rng.uniform(-1, 1, (2, 512)) * (1 if name == "mxfp4" else 1e-34)).astype(np.float32)
     want = ref.dot_rows(name, source, x)
     assert (np.abs(want[want != 0]) < 1e-36).any()
@@ -200,6 +196,39 @@ def test_only_the_rows_asked_for_are_written(name: str, isa: str) -> None:
         got = run(name, isa, source, x, r0, r1)
         assert ref.same_bits(got[:, r0:r1], want[:, r0:r1])
         assert np.isnan(got[:, :r0]).all() and np.isnan(got[:, r1:]).all()
+
+
+def before_a_guard(data: np.ndarray) -> np.ndarray:
+    """A copy that ends SLACK bytes before memory that may not be touched."""
+    page = mmap.PAGESIZE
+    usable = -(-(data.size + SLACK) // page) * page
+    region = mmap.mmap(-1, usable + page)
+    view = np.frombuffer(region, np.uint8)
+    libc = ctypes.CDLL(None, use_errno=True)
+    assert libc.mprotect(ctypes.c_void_p(view.ctypes.data + usable), ctypes.c_size_t(page), 0) == 0
+    start = (usable - SLACK - data.size) // 16 * 16
+    copy = view[start : start + data.size]
+    copy[:] = data.ravel()
+    return copy
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="needs linux: mprotect")
+@available
+@every_format
+def test_nothing_far_behind_a_plane_is_read(name: str, isa: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An access behind the slack would end the process."""
+    make_planes = planes
+
+    def guarded(name: str, source: np.ndarray) -> tuple[np.ndarray, int, np.ndarray, int]:
+        main, main_stride, side, side_stride = make_planes(name, source)
+        return before_a_guard(main), main_stride, before_a_guard(side), side_stride
+
+    monkeypatch.setitem(globals(), "planes", guarded)
+    for k in lengths_of(name):
+        for rows in (1, 5):
+            rng = rng_of(name, k, rows)
+            x = rng.standard_normal((1, k)).astype(np.float32)
+            assert_equals_reference(name, isa, random_source(name, rows, k, rng), x)
 
 
 @given(
