@@ -71,7 +71,9 @@ def _value(e: Emitter, dm: V, i1: V, i2: V, record: V) -> V:
 
 
 # ---- I1, one way per instruction set: four vectors of partial sums, one a row
-_UNPACK = [[8 * half + base + at + k for half in (0, 1) for k in range(4) for base in (0, 16)] for at in (0, 4)]
+_UNPACK = [  # lanes of (u, v): four of each, interleaved, from either half of each 128 bits
+    [8 * half + base + at + k for half in (0, 1) for k in range(4) for base in (0, 16)] for at in (0, 4)
+]
 
 
 def _sums_avx2(e: Emitter, rows: Sequence[V], scales: Sequence[V], record: V) -> list[V]:
@@ -101,23 +103,25 @@ def _sums_avx512(e: Emitter, rows: Sequence[V], scales: Sequence[V], record: V) 
             quants = e.load(I8X64, p + (_QUANTS + 64 * half))
             zero = e.const(I32X16, 0)
             low, high = e.dot_bytes(zero, quants & 15, x_low), e.dot_bytes(zero, quants >> 4, x_high)
-            pick = [b for at in (4 * r, 4 * r, 4 * r + 2, 4 * r + 2) for k in (0, 1) for b in [at + k, 128] * 4]
-            factors = e.shuffle_bytes(words, e.const(I8X64, pick)).view(I16X32)
+            pick = [[at, 128] * 4 + [at + 1, 128] * 4 for at in (4 * r, 4 * r, 4 * r + 2, 4 * r + 2)]
+            factors = e.shuffle_bytes(words, e.const(I8X64, sum(pick, []))).view(I16X32)
             sums[r] = e.dot_words(sums[r], e.pack_words(low, high), factors)
     return sums
 
 
 def _sums_portable(e: Emitter, rows: Sequence[V], scales: Sequence[V], record: V) -> list[V]:
-    """Words hold four products of one lane (4 * 15 * 127), any lanes: no shuffles."""
-    wide = [s.view(I8X16).zext(I32X16) for s in scales]
+    """Which four products share a word (4 * 15 * 127) does not matter: halves are added, nothing shuffled."""
+    factors = [s.view(I8X16).zext(I16X16) for s in scales]
     sums = [e.const(I32X8, 0)] * 4
     for g in range(4):
-        x_low, x_high = (e.load(I8X32, record + (64 * g + k)).sext(I16X32) for k in (0, 32))
+        x = [e.load(I8X16, record + (64 * g + 16 * k)).sext(I16X16) for k in range(4)]
         for r, p in enumerate(rows):
-            quants = e.load(I8X32, p + (_QUANTS + 32 * g))
-            for k, products in enumerate(((quants & 15).zext(I16X32) * x_low, (quants >> 4).zext(I16X32) * x_high)):
-                scale = wide[g // 2].shuffle([4 * r + 2 * (g % 2) + k] * 8)
-                sums[r] = sums[r] + products.fold(8).sext(I32X8) * scale
+            a, b = (e.load(I8X16, p + (_QUANTS + 32 * g + k)) for k in (0, 16))
+            low = (a & 15).zext(I16X16) * x[0] + (b & 15).zext(I16X16) * x[1]
+            high = (a >> 4).zext(I16X16) * x[2] + (b >> 4).zext(I16X16) * x[3]
+            at = 4 * r + 2 * (g % 2)
+            pair = factors[g // 2].shuffle([at] * 8 + [at + 1] * 8)
+            sums[r] = sums[r] + e.madd(low.fold(8).shuffle(range(16), high.fold(8)), pair)
     return sums
 
 

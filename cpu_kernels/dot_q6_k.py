@@ -35,7 +35,9 @@ from trilane.cpu_kernels.rows import make_rows as make_row_loop
 MAIN_NBYTES, SIDE_NBYTES = 208, 2
 _QH, _SCALES = 128, 192  # offsets in a block
 _BS16, _D = 272, 304  # offsets in an activation record
-_UNPACK = [[8 * half + base + at + k for half in (0, 1) for k in range(4) for base in (0, 16)] for at in (0, 4)]
+_UNPACK = [  # lanes of (u, v): four of each, interleaved, from either half of each 128 bits
+    [8 * half + base + at + k for half in (0, 1) for k in range(4) for base in (0, 16)] for at in (0, 4)
+]
 _EVEN_ODD = [*range(0, 16, 2), *range(1, 16, 2)]
 
 
@@ -92,19 +94,19 @@ def _sums_avx512(e: Emitter, rows: Sequence[V], record: V) -> list[V]:
 
 
 def _sums_portable(e: Emitter, rows: Sequence[V], record: V) -> list[V]:
-    """Words hold two products of one lane (2 * 63 * 127), any lanes: no shuffles."""
-    scales = [e.load(I8X16, p + _SCALES).sext(I32X16) for p in rows]
-    bsums = e.load(I16X16, record + _BS16).sext(I32X16)
-    sums = [e.const(I32X8, 0) - ((s * bsums).fold(8) << 5) for s in scales]
+    """Which two products share a word (2 * 63 * 127) does not matter: halves are added, nothing shuffled."""
+    scales = [e.load(I8X16, p + _SCALES).sext(I16X16) for p in rows]
+    bsums = e.load(I16X16, record + _BS16)
+    sums = [e.const(I32X8, 0) - (e.madd(s, bsums) << 5) for s in scales]
     for half in (0, 1):
-        x = [e.load(I8X32, record + (128 * half + 32 * k)).sext(I16X32) for k in range(4)]
+        x = [e.load(I8X16, record + (128 * half + 16 * k)).sext(I16X16) for k in range(8)]
         for r, p in enumerate(rows):
             for k, quants in enumerate(_quants(e, p, half)):
-                products = quants.zext(I16X32) * x[k]
-                for part in (0, 1):
-                    scale = scales[r].shuffle([8 * half + 2 * k + part] * 8)
-                    dots = products.shuffle(range(16 * part, 16 * part + 16)).fold(8).sext(I32X8)
-                    sums[r] = sums[r] + dots * scale
+                parts = (quants.shuffle(range(16)), quants.shuffle(range(16, 32)))
+                words = [(q.zext(I16X16) * x[2 * k + i]).fold(8) for i, q in enumerate(parts)]
+                at = 8 * half + 2 * k
+                pair = scales[r].shuffle([at] * 8 + [at + 1] * 8)
+                sums[r] = sums[r] + e.madd(words[0].shuffle(range(16), words[1]), pair)
     return sums
 
 

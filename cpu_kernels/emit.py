@@ -1,9 +1,8 @@
-"""SIMD vector types for Numba, and a small language to write vector code in LLVM IR from Python.
+"""A small language to write vector code in LLVM IR from Python, for Numba functions to call.
 
-A Numba type ``Vec(elem, n)`` is the LLVM vector ``<n x elem>``; such values live in registers. Vector code
-is written as a plain Python function over :class:`V` values (operators, ``shuffle``, ``view``) with an
-:class:`Emitter` as its first parameter; :func:`emitted` makes an intrinsic of it that compiled functions
-call. Python loops in it unroll. Everything is generic LLVM IR and runs on any CPU, but for the emitter's
+Vector code is written as a plain Python function over :class:`V` values (operators, ``shuffle``, ``view``)
+with an :class:`Emitter` as its first parameter; :func:`emitted` makes an intrinsic of it that compiled
+functions call. Python loops in it unroll. Everything is generic LLVM IR and runs on any CPU, but for the emitter's
 target operations (``maddubs``, ``madd``, ``shuffle_bytes``, ``sign_bytes``, ``half_to_float``): these take
 the instruction of their instruction set ("avx2", "avx512") or its exact meaning in generic IR ("portable").
 
@@ -18,64 +17,38 @@ from typing import Any
 
 from llvmlite import ir
 from numba.core import cgutils, types
-from numba.core.datamodel import models
-from numba.extending import intrinsic, register_model
+from numba.extending import intrinsic
 
-_ELEMENTS = {
-    "i8": ir.IntType(8), "i16": ir.IntType(16), "i32": ir.IntType(32), "i64": ir.IntType(64),
-    "f32": ir.FloatType(), "f16": ir.HalfType(),
-}  # fmt: skip
-_SCALARS = {
-    types.int64: _ELEMENTS["i64"], types.int32: _ELEMENTS["i32"], types.int16: _ELEMENTS["i16"],
-    types.int8: _ELEMENTS["i8"], types.float32: _ELEMENTS["f32"],
-}  # fmt: skip
-_I32 = _ELEMENTS["i32"]
-i64, i32, f32 = types.int64, types.int32, types.float32
+from trilane.cpu_kernels.vectors import (
+    ELEMENTS,
+    F32X4,
+    F32X8,
+    F32X16,
+    I8X8,
+    I8X16,
+    I8X32,
+    I8X64,
+    I16X4,
+    I16X8,
+    I16X16,
+    I16X32,
+    I32X4,
+    I32X8,
+    I32X16,
+    Vec,
+    constant,
+    f32,
+    i32,
+    i64,
+    llvm_type,
+)
 
+__all__ = [
+    "F32X4", "F32X8", "F32X16", "I8X8", "I8X16", "I8X32", "I8X64", "I16X4", "I16X8", "I16X16", "I16X32",
+    "I32X4", "I32X8", "I32X16", "Emitter", "V", "Vec", "emitted", "f32", "i32", "i64",
+]  # fmt: skip
 
-class Vec(types.Type):
-    """The type of ``<n x elem>``; ``elem`` is one of i8 i16 i32 i64 f16 f32."""
-
-    def __init__(self, elem: str, n: int) -> None:
-        self.elem, self.n = elem, n
-        super().__init__(name=f"simd<{n} x {elem}>")
-
-    @property
-    def llvm(self) -> ir.VectorType:
-        return ir.VectorType(_ELEMENTS[self.elem], self.n)
-
-
-@register_model(Vec)
-class _VecModel(models.PrimitiveModel):
-    def __init__(self, dmm: Any, fe_type: Vec) -> None:
-        super().__init__(dmm, fe_type, fe_type.llvm)
-
-
-I8X8, I8X16, I8X32, I8X64 = (Vec("i8", n) for n in (8, 16, 32, 64))
-I16X4, I16X8, I16X16, I16X32 = (Vec("i16", n) for n in (4, 8, 16, 32))
-I32X4, I32X8, I32X16 = (Vec("i32", n) for n in (4, 8, 16))
-F32X4, F32X8, F32X16 = (Vec("f32", n) for n in (4, 8, 16))
-
-
-def _llvm_type(t: Any) -> Any:
-    return t.llvm if isinstance(t, Vec) else _SCALARS[t]
-
-
-def _number(t: ir.Type, value: Any) -> ir.Constant:
-    """A scalar constant; integers wrap round to the signed range, as LLVM's text form wants them."""
-    if not isinstance(t, ir.IntType):
-        return ir.Constant(t, float(value))
-    half = 1 << (t.width - 1)
-    return ir.Constant(t, (int(value) + half) % (2 * half) - half)
-
-
-def constant(t: ir.Type, value: Any) -> ir.Constant:
-    """A scalar or vector constant; one number is repeated over all lanes."""
-    if not isinstance(t, ir.VectorType):
-        return _number(t, value)
-    values = value if isinstance(value, Sequence) else [value] * t.count
-    assert len(values) == t.count, (t, values)
-    return ir.Constant(t, [_number(t.element, v) for v in values])
+_I32 = ELEMENTS["i32"]
 
 
 def _is_float(t: ir.Type) -> bool:
@@ -127,7 +100,7 @@ class V:
         return V(self.emitter, builder.fneg(self.ir) if _is_float(self.ir.type) else builder.neg(self.ir))
 
     def _cast(self, op: str, t: Any) -> V:
-        return V(self.emitter, getattr(self.emitter.builder, op)(self.ir, _llvm_type(t)))
+        return V(self.emitter, getattr(self.emitter.builder, op)(self.ir, llvm_type(t)))
 
     def view(self, t: Vec) -> V:
         """The same bits as another type."""
@@ -181,14 +154,14 @@ class Emitter:
         return V(self, self.builder.call(fn, [a.ir for a in args]))
 
     def const(self, t: Vec, value: Any) -> V:
-        return V(self, constant(_llvm_type(t), value))
+        return V(self, constant(llvm_type(t), value))
 
     def pointer(self, address: V, t: ir.Type) -> Any:
         return self.builder.inttoptr(address.ir, t.as_pointer())
 
     def load(self, t: Any, address: V, align: int = 1) -> V:
         """Read a scalar or vector from an address that is a multiple of ``align`` bytes."""
-        return V(self, self.builder.load(self.pointer(address, _llvm_type(t)), align=align))
+        return V(self, self.builder.load(self.pointer(address, llvm_type(t)), align=align))
 
     def store(self, address: V, value: V, align: int = 1) -> None:
         self.builder.store(value.ir, self.pointer(address, value.ir.type), align=align)
@@ -216,7 +189,7 @@ class Emitter:
         return self.call(name, t, a, b, c)
 
     def prefetch(self, address: V, locality: int = 3) -> None:
-        pointer = V(self, self.pointer(address, _ELEMENTS["i8"]))
+        pointer = V(self, self.pointer(address, ELEMENTS["i8"]))
         numbers = [self.const(i32, k) for k in (0, locality, 1)]  # read; locality 3 = all levels; data
         self.call("llvm.prefetch.p0", ir.VoidType(), pointer, *numbers)
 
@@ -305,7 +278,7 @@ class Emitter:
         return self._vnni("vpdpwssd", total, a, b)
 
     def pack_words(self, a: V, b: V) -> V:
-        """Two ``<16 x i32>`` -> i16 with saturation: in each 128 bits four of ``a``, four of ``b`` (AVX-512)."""
+        """``<16 x i32>`` twice, saturated to i16: per 128 bits four of ``a``, then four of ``b`` (AVX-512)."""
         return self.call("llvm.x86.avx512.packssdw.512", I16X32.llvm, a, b)
 
     def _vnni(self, op: str, total: V, a: V, b: V) -> V:

@@ -1,9 +1,9 @@
 """The loop over rows that every dot product shares: four distant rows at a time, and the order of a row.
 
-A format brings ``block4``, an intrinsic that gives the value ``v_b`` of one 256-block of four rows at once. The
-loop around it takes row i of each quarter of the rows (a core's memory unit follows four streams well, one
-stream badly), reads a row's bytes from memory once for all activations, and sums as the contract says: eight
-accumulators from +0, ``acc[b % 8] += v_b``, then the tree. It knows no format.
+A format brings ``block4``, an intrinsic that gives the value ``v_b`` of one 256-block of four rows at once.
+The loop around it takes row i of each quarter of the rows (a core's memory unit follows four streams well,
+one stream badly), reads a row's bytes from memory once for all activations, and sums as the contract says:
+eight accumulators from +0, ``acc[b % 8] += v_b``, then the tree. It knows no format.
 """
 
 from __future__ import annotations
