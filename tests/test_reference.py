@@ -174,3 +174,19 @@ def test_combine_runs_in_rank_order_and_skips() -> None:
     assert ref.same_bits(ref.reference_combine(w, outs, skip)[0], y)
     outs[1, 1, 0] = np.nan
     assert ref.reference_combine(w, outs)[1, 0].view(np.uint32) == 0x7FC00000
+
+
+@pytest.mark.parametrize("kind", range(5))
+def test_expert_is_near_float64_on_dequantized_weights(kind: int) -> None:
+    """The difference is that of 8-bit activations."""
+    rng = np.random.default_rng(kind)
+    hidden, neurons = 256, 288
+    sources = [random_source("q8_0", r, k, rng) for r, k in ((neurons, hidden),) * 2 + ((hidden, neurons),)]
+    gate, up, down = (gguf.quants.dequantize(w, gguf.GGMLQuantizationType.Q8_0) for w in sources)
+    x = rng.standard_normal((4, hidden)).astype(np.float32)
+    g, u = x.astype(np.float64) @ gate.T, x.astype(np.float64) @ up.T
+    h = ref.gate(kind, g.astype(np.float32), u.astype(np.float32), 1.702, 7.0).astype(np.float64)
+    true = h @ down.T
+    weights = [("q8_0", w) for w in sources]
+    out = ref.reference_expert(x, None if kind == ref.RELU2 else weights[0], *weights[1:], kind, 1.702, 7.0).out
+    assert np.linalg.norm(out - true) / np.linalg.norm(true) < 0.025
