@@ -10,7 +10,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from trilane.cpu_kernels.emit import F32X8, I32X8, V, Vec, constant
+from trilane.cpu_kernels.emit import F32X8, I32X8, V, Vec
+from trilane.cpu_kernels.vectors import constant
 
 LOG2_E = 1.44269504088896341
 LN2_HIGH, LN2_LOW = 0.693359375, -2.12194440e-4
