@@ -16,10 +16,9 @@ from typing import Any
 import numpy as np
 
 from trilane.cpu_kernels.arena import Arena, allocate_arena
-from trilane.cpu_kernels.atomics import mono_ns, store_at
+from trilane.cpu_kernels.atomics import store_at
 from trilane.cpu_kernels.combine import combine_task
 from trilane.cpu_kernels.cpus import CpuBudget, read_cpu_budget, suggest_num_threads, suggest_spin_us
-from trilane.cpu_kernels.float_env import call_exactly
 from trilane.cpu_kernels.host_lanes import device_task, link_task, team_task
 from trilane.cpu_kernels.host_workspace import Workspace
 from trilane.cpu_kernels.publish import publish_task
@@ -27,7 +26,8 @@ from trilane.cpu_kernels.team import LaneThread, TeamError, WorkerTeam
 from trilane.cpu_kernels.words import Combine, DeviceJob, LinkJob, Publish, TeamJob
 from trilane.jit import compiled
 
-ROWS_IN_CALLER = 4  # publish and combine of up to so many rows are done by the caller: a hand-over costs more
+ROW_TASKS_PER_THREAD = 4
+LANE_ORDER = ("link", "team", "device")
 LANE_THREADS = 2  # link and device, beside the team
 SLOT_ALIGNMENT = 64
 DRAIN_S = 2.0  # how long lanes may take to give up after a failure
@@ -52,13 +52,6 @@ class PlayedRates:
         """Played ns a byte of a lane's rate; 0 where it is not played."""
         rate = getattr(self, name)
         return 1.0 / rate if rate else 0.0
-
-
-@compiled
-def _call_block(address, block, tasks):
-    """Run all tasks of a block in the calling thread, in exact float mode."""
-    for task in range(tasks):
-        call_exactly(address, block, task, 0)
 
 
 class HostDevice:
@@ -102,75 +95,48 @@ class HostDevice:
         self.link = LaneThread("trilane-link", **options)
         self.device = LaneThread("trilane-device", **options)
         self._urgent = np.zeros(8, np.int64)
-        self._tickets: dict[str, int] = {}
         self._background: int | None = None
 
     def start(self) -> None:
         """Start the threads and compile what they run."""
-        self._team_task, self._link_task = team_task().address, link_task().address
-        self._device_task, self._publish_task = device_task().address, publish_task().address
-        self._combine_task = combine_task().address
         for lane in (self.team, self.link, self.device):
             lane.start()
+        self.addresses = {
+            "TEAM": self.team.words,
+            "LINK": self.link.words,
+            "DEVICE": self.device.words,
+            "TEAM_TASK": team_task().address,
+            "LINK_TASK": link_task().address,
+            "DEVICE_TASK": device_task().address,
+            "PUBLISH_TASK": publish_task().address,
+            "COMBINE_TASK": combine_task().address,
+        }
 
-    # ------------------------------------------------------------------------------- the caller's own work
+    # ------------------------------------------------------------------------------------- many rows at once
     def publish(self, ws: Workspace, num_rows: int) -> None:
-        """Hidden rows to activation records."""
-        self._run_rows(self._publish_task, ws.publish, num_rows, Publish.ROWS_PER_TASK)
+        """Many hidden rows to activation records, by the team."""
+        self._run_rows("PUBLISH_TASK", ws.publish, num_rows, Publish.ROWS_PER_TASK)
 
     def combine(self, ws: Workspace, num_rows: int) -> None:
-        """Shard parts to output rows."""
-        self._run_rows(self._combine_task, ws.combine, num_rows, Combine.ROWS_PER_TASK)
+        """Shard parts to many output rows, by the team."""
+        self._run_rows("COMBINE_TASK", ws.combine, num_rows, Combine.ROWS_PER_TASK)
 
-    def _run_rows(self, task: int, block: np.ndarray, num_rows: int, rows_word: int) -> None:
-        if num_rows <= ROWS_IN_CALLER:
-            block[rows_word] = num_rows
-            _call_block(task, block.ctypes.data, 1)
-            return
-        rows = max(1, -(-num_rows // (4 * self.num_threads)))
+    def _run_rows(self, task: str, block: np.ndarray, num_rows: int, rows_word: int) -> None:
+        rows = max(1, -(-num_rows // (ROW_TASKS_PER_THREAD * self.num_threads)))
         block[rows_word] = rows
-        self.team.run(task, block.ctypes.data, -(-num_rows // rows))
+        self.team.run(self.addresses[task], block.ctypes.data, -(-num_rows // rows))
 
     # ------------------------------------------------------------------------------------------- one step
-    def post(self, ws: Workspace, cpu_due_ns: int) -> None:
-        """Start every lane that has work in the workspace's job blocks.
-
-        Parameters
-        ----------
-        cpu_due_ns : int
-            Played time of the CPU lane, 0: not played.
-        """
-        self._tickets.clear()
-        if ws.link_job[LinkJob.NUM_PIECES]:
-            self._tickets["link"] = self.link.post(self._link_task, ws.link_job.ctypes.data, 1)
-        if ws.team_job[TeamJob.NUM_SHARDS]:
-            shards = int(ws.team_job[TeamJob.NUM_SHARDS])
-            tasks = shards * int(ws.team_job[TeamJob.UP_CHUNKS] + ws.team_job[TeamJob.DOWN_CHUNKS])
-            now = mono_now()
-            ws.team_job[TeamJob.POSTED_NS] = now
-            ws.team_job[TeamJob.DUE_NS] = now + cpu_due_ns if cpu_due_ns else 0
-            self._tickets["team"] = self.team.post(self._team_task, ws.team_job.ctypes.data, tasks)
-        if ws.device_job[DeviceJob.NUM_HITS] or ws.device_job[DeviceJob.NUM_STREAMED]:
-            self._tickets["device"] = self.device.post(self._device_task, ws.device_job.ctypes.data, 1)
-
-    def wait(self, ws: Workspace) -> None:
-        """Wait for all lanes of the step. After a failure none of them touches the workspace any more.
+    def wait(self, tickets: dict[str, int]) -> None:
+        """Wait for lanes ("link", "team", "device") that compiled code has posted, seeing signals and deaths.
 
         The device thread waits for the link, so the link comes first: its failure is then seen at once.
         """
-        try:
-            for name, lane in self._lanes():
-                if name in self._tickets:
-                    lane.wait(self._tickets[name])
-        except BaseException:
-            self.abandon(ws)
-            raise
-        self._tickets.clear()
+        for name in LANE_ORDER:
+            if name in tickets:
+                getattr(self, name).wait(tickets[name])
 
-    def _lanes(self) -> tuple[tuple[str, WorkerTeam], ...]:
-        return ("link", self.link), ("team", self.team), ("device", self.device)
-
-    def abandon(self, ws: Workspace) -> None:
+    def abandon(self, ws: Workspace, tickets: dict[str, int]) -> None:
         """Let lanes that are still at work, or wait for one another, give up, and wait until they have."""
         for block, word in (
             (ws.device_job, DeviceJob.ABORT),
@@ -178,11 +144,15 @@ class HostDevice:
             (ws.link_job, LinkJob.ABORT),
         ):
             set_flag(block.ctypes.data + 8 * word, 1)
-        for name, lane in self._lanes():
-            if name in self._tickets:
+        for name in LANE_ORDER:
+            if name in tickets:
                 with contextlib.suppress(TeamError, TimeoutError):
-                    lane.wait(self._tickets[name], timeout_s=DRAIN_S)
-        self._tickets.clear()
+                    getattr(self, name).wait(tickets[name], timeout_s=DRAIN_S)
+
+    def check(self) -> None:
+        """Raise if one of the threads is gone or has been stopped."""
+        for name in LANE_ORDER:
+            getattr(self, name).check()
 
     # ---------------------------------------------------------------------------------- background copies
     def post_background(self, job: np.ndarray) -> None:
@@ -190,18 +160,12 @@ class HostDevice:
         self._urgent[0] = 0
         job[LinkJob.URGENT] = self._urgent.ctypes.data
         job[LinkJob.BACKGROUND] = 1
-        self._background = self.link.post(self._link_task, job.ctypes.data, 1)
+        self._background = self.link.post(self.addresses["LINK_TASK"], job.ctypes.data, 1)
 
-    def settle_background(self) -> None:
-        """Stop background copies after the chunk in hand, and wait until the link is free."""
+    def settle_background(self, *, let_end: bool = False) -> None:
+        """Stop background copies after the chunk in hand (or let them end), and wait until the link is free."""
         if self._background is not None:
-            set_flag(self._urgent.ctypes.data, 1)
-            self.link.wait(self._background)
-            self._background = None
-
-    def wait_background(self) -> None:
-        """Let background copies end."""
-        if self._background is not None:
+            set_flag(self._urgent.ctypes.data, 0 if let_end else 1)
             self.link.wait(self._background)
             self._background = None
 
@@ -209,12 +173,6 @@ class HostDevice:
         """Stop the threads; True once none is left."""
         set_flag(self._urgent.ctypes.data, 1)
         return all([lane.close() for lane in (self.team, self.link, self.device)])
-
-
-@compiled
-def mono_now():
-    """The monotonic clock of compiled code, in ns."""
-    return mono_ns()
 
 
 @compiled

@@ -57,6 +57,11 @@ class Part(IntEnum):
     RECORDS = 10
     PARTS = 11
     WEIGHTS = 12
+    TEAM_BLOCK = 13
+    DEVICE_BLOCK = 14
+    LINK_BLOCK = 15
+    PUBLISH_BLOCK = 16
+    COMBINE_BLOCK = 17
 
 
 class Workspace(NamedTuple):
@@ -105,8 +110,9 @@ def make_workspace(shape: StepShape) -> Workspace:
         aligned(per_row * shape.hidden, np.float32),
         aligned(positions, np.float32),
     )
-    address = np.array([part.ctypes.data for part in parts], np.int64)
-    return Workspace(address, aligned(4, np.int64), *(aligned(size, np.int64) for size in jobs), *parts)
+    blocks_of_jobs = [aligned(size, np.int64) for size in jobs]
+    address = np.array([part.ctypes.data for part in (*parts, *blocks_of_jobs)], np.int64)
+    return Workspace(address, aligned(4, np.int64), *blocks_of_jobs, *parts)
 
 
 def aligned(count: int, dtype: type) -> np.ndarray:

@@ -33,7 +33,7 @@ from trilane.errors import (
 from trilane.expert import Outcome, Plan
 from trilane.host_runner import ELEMENTS, HostRunner, StepInput
 from trilane.journal import StoryEntry
-from trilane.lane_probe import calibrate
+from trilane.lane_probe import calibrate, rates_of_layers
 from trilane.profile import MachineProfile
 from trilane.stats import Stats, make_stats
 from trilane.store import ExpertStore
@@ -137,7 +137,7 @@ class ExpertScheduler:
         self._finalizer = weakref.finalize(self, self._runner.close)
         with self._closing_on_error():
             self.profile = profile or calibrate(self._runner)
-            self._runner.rates = self.profile.rates_for(self._runner)
+            self._runner.rates = rates_of_layers(self.profile, self._runner)
 
     # ------------------------------------------------------------------------------------------- running
     def forward(
@@ -244,10 +244,8 @@ class ExpertScheduler:
                 x.address + start * x.array.strides[0], x.array.strides[0], x.element,
                 y.address + start * y.array.strides[0], y.array.strides[0], y.element,
             )  # fmt: skip
-            num_experts = self._runner.check_routing(step)
-            if num_experts < 0:
+            if not self._runner.begin(step):
                 self._check_ids(layer, ids)
-            self._runner.begin(step, num_experts)
 
     def hint(self, layer: int, expert_ids: Iterable[int]) -> int:
         """Say which experts of a layer are likely soon, most likely first.

@@ -16,7 +16,7 @@ import hashlib
 import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from types import FunctionType
+from types import CodeType, FunctionType
 from typing import Any
 
 import numba
@@ -110,8 +110,30 @@ class _PackageCacheImpl(caching.CompileResultCacheImpl):
     _locator_classes = [_PackageLocator]
 
 
+class _KeyedCacheFile(caching.IndexDataCacheFile):
+    """Names a data file by what it holds. Numba numbers them, and two processes that save different functions
+    of one factory at the same time take the same number: later, one kernel would be loaded for the other."""
+
+    def save(self, key: Any, data: Any) -> None:
+        text = repr((self._source_stamp, key)).encode()
+        name = self._data_name_pattern.format(number=int.from_bytes(hashlib.blake2b(text, digest_size=12).digest()))
+        self._save_data(name, data)
+        overloads = self._load_index()  # a lost entry of another process only costs its next compilation
+        overloads[key] = name
+        self._save_index(overloads)
+
+
 class _PackageCache(caching.FunctionCache):
     _impl_class = _PackageCacheImpl
+
+    def __init__(self, py_func: Callable[..., Any]) -> None:
+        super().__init__(py_func)
+        locator = self._impl.locator
+        self._cache_file = _KeyedCacheFile(
+            cache_path=self._cache_path,
+            filename_base=self._impl.filename_base,
+            source_stamp=locator.get_source_stamp(),
+        )
 
     def _index_key(self, sig: Any, codegen: Any) -> tuple[Any, ...]:
         """Numba's key, but with closures described by what they hold: it pickles them, and a pickled
@@ -126,7 +148,9 @@ def _describe(value: Any) -> str:
     if fn is None:
         return repr(value)
     cells = ",".join(_describe(cell.cell_contents) for cell in fn.__closure__ or ())
-    code = hashlib.blake2b(fn.__code__.co_code, digest_size=8).hexdigest()
+    consts = [const for const in fn.__code__.co_consts if not isinstance(const, CodeType)]
+    text = fn.__code__.co_code + repr((consts, fn.__code__.co_firstlineno)).encode()
+    code = hashlib.blake2b(text, digest_size=8).hexdigest()
     return f"{fn.__module__}.{fn.__qualname__}:{code}({cells})"
 
 
