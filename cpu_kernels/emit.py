@@ -258,7 +258,7 @@ class Emitter:
     def half_to_float(self, bits: V) -> V:
         """f16 given as i16 lanes -> f32, exact (also for subnormals, whatever the denormal flags say)."""
         n = bits.ir.type.count
-        if self.isa != "portable":
+        if self.isa != "portable" or self.builder.module.triple.startswith(("aarch64", "arm64")):
             return bits.view(Vec("f16", n))._cast("fpext", Vec("f32", n))
         wide = bits.zext(Vec("i32", n))
         magnitude = wide & 0x7FFF

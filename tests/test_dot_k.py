@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import ctypes
+import importlib
 import mmap
+import re
 import sys
 
+import llvmlite.binding as llvm
 import numpy as np
 import pytest
 
 from trilane.cpu_kernels import reference as ref
 from trilane.cpu_kernels.formats import FORMATS
 from trilane.cpu_kernels.isa import available_isas
-from trilane.cpu_kernels.kernels import rows_kernel
+from trilane.cpu_kernels.kernels import MODULES, rows_kernel
 
 k_quants = pytest.mark.parametrize("name", ["q4_k", "q6_k"])
 isas = pytest.mark.parametrize("isa", available_isas())
@@ -109,3 +112,21 @@ def test_no_byte_behind_the_planes_is_read(name: str, isa: str) -> None:
     kernel = ctypes.CFUNCTYPE(None, *[ctypes.c_int64] * 11)(rows_kernel(name, isa))
     kernel(*planes, main.shape[1], side.shape[1], 0, 6, 512, xs.ctypes.data, 1, out.ctypes.data, 6)
     assert ref.same_bits(out[None], ref.dot_rows(name, source, x))
+
+
+@k_quants
+def test_the_portable_kernel_compiles_for_other_processors(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its code is generic: it assembles for 64-bit Arm and for an x86 of 2003."""
+    monkeypatch.setenv("TRILANE_NO_CACHE", "1")
+    code = importlib.import_module(f"trilane.cpu_kernels.{MODULES[name]}").make_rows("portable").inspect_llvm()
+    assert "llvm.x86" not in code
+    llvm.initialize_all_targets()
+    llvm.initialize_all_asmprinters()
+    for triple, cpu in (("aarch64-unknown-linux-gnu", "generic"), ("x86_64-unknown-linux-gnu", "x86-64")):
+        machine = llvm.Target.from_triple(triple).create_target_machine(cpu=cpu, opt=2)
+        other = re.sub(r'"target-(cpu|features)"="[^"]*"', "", code)
+        other = re.sub(r"target triple = .*", f'target triple = "{triple}"', other)
+        other = re.sub(r"target datalayout = .*", f'target datalayout = "{machine.target_data}"', other)
+        module = llvm.parse_assembly(other)
+        module.verify()
+        assert len(machine.emit_assembly(module)) > 10_000
