@@ -17,7 +17,6 @@ from numpy.typing import NDArray
 
 from trilane.expert import decision
 
-
 # Places in the array of predicted us; the first four are the lanes' own numbers.
 DEVICE_US = 4
 BOTH_US = 5
@@ -47,7 +46,7 @@ class Rates(NamedTuple):
     stream_tail_us: float  # the device computes the last shard after its copy landed
     zero_copy_fix_us: float
     zero_copy_us_per_byte: NDArray[np.float64]  # by shards in flight; the last entry holds beyond
-    zero_copy_on_device: float  # 1 where hits and in-place reads run after each other, 0 side by side
+    zero_copy_on_device: bool  # hits and in-place reads run after each other, not side by side
     cpu_fix_us: float
     cpu_us_per_byte: float
     cpu_row_us_per_byte: float
@@ -82,7 +81,8 @@ def make_rates(**us: float | NDArray[np.float64]) -> Rates:
         raise ValueError(f"rates {unknown} are unknown: use {', '.join(Rates._fields)}")
     curve = np.atleast_1d(np.array(us.pop("zero_copy_us_per_byte", 0.0), np.float64))
     values = {name: float(us.get(name, 0.0)) for name in Rates._fields}
-    return Rates(**{**values, "zero_copy_us_per_byte": curve})  # type: ignore[arg-type]
+    on_device = bool(us.get("zero_copy_on_device", False))
+    return Rates(**{**values, "zero_copy_us_per_byte": curve, "zero_copy_on_device": on_device})  # type: ignore
 
 
 @decision(inline=True)
@@ -139,7 +139,7 @@ def device_us(rates, loads, zero_copy):
     """Device time for hits and streamed shards, and for in-place reads where they run after each other."""
     nbytes = loads.hit_nbytes + loads.stream_nbytes
     rows = loads.hit_row_nbytes + loads.stream_row_nbytes
-    return hits_us(rates, nbytes, rows) + zero_copy * rates.zero_copy_on_device
+    return hits_us(rates, nbytes, rows) + (zero_copy if rates.zero_copy_on_device else 0.0)
 
 
 @decision(inline=True)
@@ -147,8 +147,13 @@ def shared_us(rates, device, stream, cpu):
     """Where lanes share cores: all busy core-us over the cores; 0 where they do not."""
     if rates.num_cores == 0.0:
         return 0.0
-    busy = device * rates.hit_cores + stream * rates.link_cores + cpu * rates.cpu_cores
+    busy = _busy_us(device, rates.hit_cores) + _busy_us(stream, rates.link_cores) + _busy_us(cpu, rates.cpu_cores)
     return busy / rates.num_cores
+
+
+@decision(inline=True)
+def _busy_us(us, cores):
+    return us * cores if cores > 0.0 else 0.0  # an unknown time may be infinite
 
 
 @decision(inline=True)

@@ -220,24 +220,41 @@ def _tally(geometry, step, work):
 def plan_wave(state, geometry, rates, options, layer, experts, rows, num_experts, work):
     """Plan what the plan in ``work`` left UNPLACED, once the slots of its wave have been read.
 
-    Shards of earlier waves become SKIP and may lose their slots. Returns what is still UNPLACED.
+    Shards of earlier waves become SKIP and may lose their slots; one whose background fill landed since is a HIT.
+    Returns what is still UNPLACED.
     """
     step = Step(layer, experts, rows, num_experts)
-    num_shards = geometry.num_shards[layer]
     release_step(state, geometry)
     work.hits[:] = 0
     for i in range(num_experts):
-        work.missing[i] = 0
-        for at in range(i * num_shards, (i + 1) * num_shards):
-            if work.lane[at] == UNPLACED:
-                work.missing[i] += 1
-            else:
-                _mark(work.lane, work.slot, work.victim, work.run, at, SKIP, -1)
-        if work.missing[i] > 0:
+        if _look_again(state, geometry, step, i, work):
             hold_expert(state, state.pool_of[layer], geometry.first_expert[layer] + experts[i])
     if slot_price(state, state.pool_of[layer]) == NO_PRICE:
         _empty_done(state, geometry, step, work)
     return _plan_missing(state, geometry, rates, options, step, work)
+
+
+@decision(inline=True)
+def _look_again(state, geometry, step, i, work):
+    """Mark what is done SKIP, and HIT where a fill landed since; whether the expert has any part in this wave."""
+    num_shards = geometry.num_shards[step.layer]
+    key = geometry.first_shard[step.layer] + step.experts[i] * num_shards
+    work.missing[i] = 0
+    takes_part = False
+    for j in range(num_shards):
+        at = i * num_shards + j
+        wanted = work.lane[at] == UNPLACED
+        slot = state.slot_of[key + j]
+        takes_part |= wanted
+        if not wanted:
+            _mark(work.lane, work.slot, work.victim, work.run, at, SKIP, -1)
+        elif slot < 0:
+            work.missing[i] += 1
+        else:
+            _mark(work.lane, work.slot, work.victim, work.run, at, HIT, slot)
+            work.hits[0] += geometry.shard_nbytes[step.layer, j]
+            work.hits[1] += geometry.shard_nbytes[step.layer, j] * step.rows[i]
+    return takes_part
 
 
 @decision(inline=True)

@@ -30,6 +30,7 @@ from trilane.cost import Loads, cpu_us, step_us
 from trilane.expert import CPU, STREAM, UNPLACED, ZERO_COPY, decision
 from trilane.plan import EXHAUSTIVE_SHARDS, NUM_MISSING
 from trilane.residency import slot_price
+from trilane.state import HELD
 
 COARSE_SHARDS = 32
 INFINITE = float("inf")
@@ -160,7 +161,8 @@ def _refuse(state, geometry, options, step, work):
     for i in range(step.num_experts):
         expert = first + step.experts[i]
         work.refused[i] = asks and state.score[expert] < price
-        slots -= state.resident[expert]
+        if state.flags[expert] & HELD:  # not what an earlier wave is done with
+            slots -= state.resident[expert]
     return slots
 
 

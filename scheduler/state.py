@@ -213,7 +213,9 @@ def _check_heap(state: State, geometry: Geometry, p: int) -> None:
     members = np.flatnonzero(mine & (state.resident > 0) & ((state.flags & HELD) == 0))
     assert sorted(heap.tolist()) == members.tolist(), f"pool {p}: heap {sorted(heap)}, owners {members}"
     assert (state.heap_pos[heap] == np.arange(size)).all(), f"pool {p}: heap_pos"
-    assert (np.delete(state.heap_pos[mine], np.flatnonzero(np.isin(np.flatnonzero(mine), members))) == -1).all()
+    outside = mine.copy()
+    outside[members] = False
+    assert (state.heap_pos[outside] == -1).all(), f"pool {p}: an expert outside the heap has a place in it"
     for i in range(1, size):
         up, down = heap[(i - 1) // 2], heap[i]
         assert (state.score[up], up) < (state.score[down], down), f"pool {p}: heap order at {i}"
