@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
@@ -13,8 +14,10 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from trilane.probes.cpu_experts import ExpertRate
+    from trilane.step_bench import StepRow
 
 bench_app = typer.Typer(no_args_is_help=True, help="Measure: kernels, steps, lanes.")
+ZERO_COPY_SHARE = 0.9  # of a played link: reads in place do a little worse than copies
 _PLAIN_WIDTH = 200  # columns of a table that goes to a file or a pipe
 
 T = TypeVar("T")
@@ -177,3 +180,76 @@ def _warn(rates: Sequence[ExpertRate], has_ggml: bool) -> None:
         typer.echo(
             "ggml was not found: pip install 'trilane[bench]', or give its library by --ggml.", err=True
         )
+
+
+@bench_app.command("step")
+def bench_step(
+    misses: Annotated[
+        list[int] | None, typer.Option("--misses", "-m", min=0, help="Missing experts; repeat it. Default: 0 to top-k.")
+    ] = None,
+    hidden: Annotated[int, typer.Option(min=32, help="Hidden size.")] = 2048,
+    intermediate: Annotated[int, typer.Option(min=32, help="Intermediate size of an expert.")] = 768,
+    experts: Annotated[int, typer.Option(min=2, help="Experts of the layer.")] = 32,
+    top_k: Annotated[int, typer.Option(min=1, help="Experts of a token.")] = 8,
+    format_name: Annotated[str, typer.Option("--format", "-f", help="Weight format.")] = "q4_k",
+    link_gb_s: Annotated[
+        list[float] | None, typer.Option("--link-gb-s", help="Play a link of this speed; repeat it to compare.")
+    ] = None,
+    link_fix_us: Annotated[float, typer.Option(min=0, help="Play so many us for each copy.")] = 10.0,
+    hit_gb_s: Annotated[float | None, typer.Option(help="Play a device of this speed.")] = None,
+    cpu_gb_s: Annotated[float | None, typer.Option(help="Play a CPU lane of this speed.")] = None,
+    repeats: Annotated[int, typer.Option(min=2, help="Steps of each kind.")] = 25,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")] = False,
+) -> None:
+    """Whole layer-steps by residency and misses: predicted, measured, and the limit of bytes over rates."""
+    from trilane.config import Config
+    from trilane.probes.machine import describe_machine
+    from trilane.step_bench import StepShape, all_errors, measure_steps, random_store
+
+    names = _formats([format_name])
+    if top_k > experts // 2:
+        raise typer.BadParameter(f"{top_k} of {experts} experts: half of them are resident", param_hint="--top-k")
+    counts = misses or list(range(top_k + 1))
+    if max(counts) > top_k:
+        raise typer.BadParameter(f"{max(counts)} misses of {top_k} experts", param_hint="--misses")
+    shape = StepShape(hidden, intermediate, experts, top_k, names[0])
+    store, rows = random_store(shape), []
+    for link in link_gb_s or [None]:
+        played = {"link_gb_s": link, "hit_gb_s": hit_gb_s, "cpu_gb_s": cpu_gb_s}
+        if link is not None:
+            played |= {"zero_copy_gb_s": ZERO_COPY_SHARE * link, "link_fix_us": link_fix_us}
+        config = Config(cache={"fraction": 0.5}, host_device=played)
+        rows += measure_steps(store, shape, config, misses=counts, repeats=repeats)
+    median, p90 = all_errors(rows)
+    machine = describe_machine()
+    if as_json:
+        found = {
+            "machine": machine.as_dict(),
+            "shape": asdict(shape),
+            "rows": [row.to_dict() for row in rows],
+            "median_error": median,
+            "p90_error": p90,
+        }
+        typer.echo(json.dumps(found, indent=1))
+    else:
+        _print_steps(rows, machine.line, median, p90)
+
+
+def _print_steps(rows: Sequence[StepRow], machine_line: str, median: float, p90: float) -> None:
+    from rich.table import Table
+
+    console = _console()
+    console.print(machine_line, highlight=False)
+    table = Table()
+    for name in ("link GB/s", "hits", "misses", "predicted us", "measured us", "p90 us", "limit us", "error", "lanes"):
+        table.add_column(name, justify="left" if name == "lanes" else "right")
+    for row in rows:
+        link = row.played.get("link_gb_s")
+        lanes = ", ".join(f"{name} {count:.1f}" for name, count in row.lanes.items() if count)
+        table.add_row(
+            "own" if link is None else f"{link:g} played", str(row.hits), str(row.misses),
+            *(f"{us:.0f}" for us in (row.predicted_us, row.measured_us, row.p90_us, row.limit_us)),
+            f"{row.error:.1%}", lanes,
+        )  # fmt: skip
+    console.print(table)
+    console.print(f"predicted against measured, step by step: median error {median:.1%}, p90 {p90:.1%}", highlight=False)
