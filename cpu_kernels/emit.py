@@ -2,9 +2,10 @@
 
 Vector code is written as a plain Python function over :class:`V` values (operators, ``shuffle``, ``view``)
 with an :class:`Emitter` as its first parameter; :func:`emitted` makes an intrinsic of it that compiled
-functions call. Python loops in it unroll. Everything is generic LLVM IR and runs on any CPU, but for the emitter's
-target operations (``maddubs``, ``madd``, ``shuffle_bytes``, ``sign_bytes``, ``half_to_float``): these take
-the instruction of their instruction set ("avx2", "avx512") or its exact meaning in generic IR ("portable").
+functions call. Python loops in it unroll. Everything is generic LLVM IR and runs on any CPU, but for the
+emitter's target operations (``maddubs``, ``madd``, ``shuffle_bytes``, ``sign_bytes``, ``half_to_float``):
+these take the instruction of their instruction set ("avx2", "avx512") or have its exact meaning in generic IR
+("portable").
 
 This file knows no format and no kernel.
 """
@@ -187,11 +188,6 @@ class Emitter:
         t = a.ir.type
         name = f"llvm.fma.v{t.count}f32" if isinstance(t, ir.VectorType) else "llvm.fma.f32"
         return self.call(name, t, a, b, c)
-
-    def prefetch(self, address: V, locality: int = 3) -> None:
-        pointer = V(self, self.pointer(address, ELEMENTS["i8"]))
-        numbers = [self.const(i32, k) for k in (0, locality, 1)]  # read; locality 3 = all levels; data
-        self.call("llvm.prefetch.p0", ir.VoidType(), pointer, *numbers)
 
     # ---- exact integer sums
     def sum4(self, rows: Sequence[V]) -> V:

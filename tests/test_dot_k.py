@@ -80,9 +80,7 @@ def test_a_single_block_of_minus_zero_is_plus_zero(name: str, isa: str) -> None:
 def test_blocks_go_round_the_eight_accumulators(name: str, isa: str, num_blocks: int) -> None:
     """Values that cancel in another order of additions."""
     rng = np.random.default_rng(num_blocks)
-    source = np.concatenate(
-        [blocks(name, 255, 63, float(d), 1, num_blocks) for d in (1.0, -3.0, 7.0, 11.0, 0.125)]
-    )
+    source = np.concatenate([blocks(name, 255, 63, float(d), 1, num_blocks) for d in (1.0, -3.0, 7.0, 11.0, 0.125)])
     magnitudes = 10.0 ** rng.integers(-6, 6, num_blocks)
     x = np.repeat(magnitudes, 256)[None] * rng.standard_normal((2, num_blocks * 256))
     x = x.astype(np.float32)
