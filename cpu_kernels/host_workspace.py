@@ -94,8 +94,8 @@ def make_workspace(shape: StepShape) -> Workspace:
     blocks = -(-shape.hidden // BLOCK)
     positions, items = max(1, shape.max_positions), max(1, shape.max_items)
     per_row = positions * shape.max_shards
-    jobs = (TeamJob.SIZE, DeviceJob.SIZE, LinkJob.SIZE, Publish.SIZE, Combine.SIZE)
-    parts = (
+    sizes = (TeamJob.SIZE, DeviceJob.SIZE, LinkJob.SIZE, Publish.SIZE, Combine.SIZE)
+    parts: list[np.ndarray] = [
         aligned(items * Shard.SIZE, np.int64).reshape(items, Shard.SIZE),
         aligned(items * Piece.SIZE, np.int64).reshape(items, Piece.SIZE),
         aligned(positions, np.int64),
@@ -109,10 +109,10 @@ def make_workspace(shape: StepShape) -> Workspace:
         aligned(per_row * F32_BLOCK_NBYTES, np.uint8),
         aligned(per_row * shape.hidden, np.float32),
         aligned(positions, np.float32),
-    )
-    blocks_of_jobs = [aligned(size, np.int64) for size in jobs]
-    address = np.array([part.ctypes.data for part in (*parts, *blocks_of_jobs)], np.int64)
-    return Workspace(address, aligned(4, np.int64), *blocks_of_jobs, *parts)
+    ]
+    jobs: list[np.ndarray] = [aligned(size, np.int64) for size in sizes]
+    address = np.array([part.ctypes.data for part in (*parts, *jobs)], np.int64)
+    return Workspace._make([address, aligned(4, np.int64), *jobs, *parts])
 
 
 def aligned(count: int, dtype: type) -> np.ndarray:

@@ -14,7 +14,7 @@ from numba.core import cgutils
 
 from trilane.cpu_kernels.emit import Emitter, V, emitted, f32, i32, i64
 
-_FLOAT, _BYTE = ir.FloatType(), ir.IntType(8)
+_FLOAT, _BYTE, _INT = ir.FloatType(), ir.IntType(8), ir.IntType(32)
 
 
 class Layer(IntEnum):
@@ -173,7 +173,7 @@ def set_word(e: Emitter, block: V, index: V, value: V) -> None:
 @emitted(f32, i64)
 def float_of_bits(e: Emitter, bits: V) -> V:
     """The float32 whose bits are the low 32 of an int64."""
-    low = e.builder.trunc(bits.ir, e.const(i32, 0).ir.type)
+    low = e.builder.trunc(bits.ir, _INT)
     return V(e, e.builder.bitcast(low, _FLOAT))
 
 

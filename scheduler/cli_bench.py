@@ -213,8 +213,9 @@ def bench_step(
     if max(counts) > top_k:
         raise typer.BadParameter(f"{max(counts)} misses of {top_k} experts", param_hint="--misses")
     shape = StepShape(hidden, intermediate, experts, top_k, names[0])
-    store, rows = random_store(shape), []
-    for link in link_gb_s or [None]:
+    store, links = random_store(shape), [None] if link_gb_s is None else list(link_gb_s)
+    rows: list[StepRow] = []
+    for link in links:
         played = {"link_gb_s": link, "hit_gb_s": hit_gb_s, "cpu_gb_s": cpu_gb_s}
         if link is not None:
             played |= {"zero_copy_gb_s": ZERO_COPY_SHARE * link, "link_fix_us": link_fix_us}

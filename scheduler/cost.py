@@ -143,11 +143,15 @@ def device_us(rates, loads, zero_copy):
 
 
 @decision(inline=True)
-def shared_us(rates, device, stream, cpu):
-    """Where lanes share cores: all busy core-us over the cores; 0 where they do not."""
+def shared_us(rates, device, stream, zero_copy, cpu):
+    """Where lanes share cores: all busy core-us over the cores; 0 where they do not.
+
+    An in-place read keeps the link's core busy, unless it is the device's work and counted there.
+    """
     if rates.num_cores == 0.0:
         return 0.0
-    busy = _busy_us(device, rates.hit_cores) + _busy_us(stream, rates.link_cores) + _busy_us(cpu, rates.cpu_cores)
+    link = stream + (0.0 if rates.zero_copy_on_device else zero_copy)
+    busy = _busy_us(device, rates.hit_cores) + _busy_us(link, rates.link_cores) + _busy_us(cpu, rates.cpu_cores)
     return busy / rates.num_cores
 
 
@@ -165,7 +169,7 @@ def step_us(rates, loads):
     device = device_us(rates, loads, in_place)
     longest = max(device, link_us(rates, stream, in_place), cpu,
                   both_us(rates, loads.stream_nbytes + loads.zero_copy_nbytes, loads.cpu_nbytes),
-                  shared_us(rates, device, stream, cpu))
+                  shared_us(rates, device, stream, in_place, cpu))
     missed = loads.stream_nbytes + loads.zero_copy_nbytes + loads.cpu_nbytes
     return rates.step_fix_us + (rates.miss_fix_us if missed else 0.0) + longest
 
@@ -182,5 +186,5 @@ def write_terms(rates, loads, terms):
     terms[3] = cpu
     terms[DEVICE_US] = device_us(rates, loads, in_place)
     terms[BOTH_US] = both_us(rates, loads.stream_nbytes + loads.zero_copy_nbytes, loads.cpu_nbytes)
-    terms[SHARED_US] = shared_us(rates, terms[DEVICE_US], stream, cpu)
+    terms[SHARED_US] = shared_us(rates, terms[DEVICE_US], stream, in_place, cpu)
     terms[STEP_US] = step_us(rates, loads)

@@ -19,11 +19,11 @@ from trilane import __version__
 from trilane.accounts import CPU_US, FETCH_US, HITS_US
 from trilane.cost import Rates
 from trilane.errors import ProfileError
-from trilane.expert import LANE_NAMES
+from trilane.expert import CPU, STREAM, ZERO_COPY
 from trilane.host_runner import HostRunner, StepInput
 from trilane.plan import Options, make_options
 from trilane.probes.machine import describe_machine
-from trilane.profile import Curve, Machine, MachineProfile, play
+from trilane.profile import UNKNOWN_RATE, Curve, Machine, MachineProfile, play
 from trilane.store import StoreLayer
 
 log = logging.getLogger("trilane")
@@ -121,44 +121,81 @@ class _LaneProbe:
         self.out = np.empty_like(self.hidden)
 
     def measure(self, profile: MachineProfile) -> MachineProfile:
-        """The profile with this layer's rates, and the fixed costs of the first layer measured."""
-        in_place = _fit(self._samples("zero_copy", FETCH_US, keep=False))
-        cpu_samples = self._samples("cpu", CPU_US)
-        cpu = _fit(cpu_samples)
-        threads = float(self.runner.device.num_threads)
-        rows = self._batch_rate("cpu", CPU_US)
-        measured = {
-            "cpu_experts": {**profile.cpu_experts, self.label: Curve((threads,), (cpu.gb_s,))},
-            "cpu_rows": {**profile.cpu_rows, self.label: Curve((threads,), (rows,))},
-        }
-        hits, stream = self._measure_slots()
-        device = hits or in_place  # without slots nothing ever hits: any finite rate will do
-        measured["device_experts"] = {**profile.device_experts, self.label: device.gb_s}
-        measured["device_rows"] = {**profile.device_rows, self.label: rows / threads}
-        if profile.step_fix_us is not None:
-            return replace(profile, **measured)
-        step_fix = _beyond_lane_us(cpu_samples)
+        """The profile with this layer's rates, and the fixed costs if it is the first layer measured."""
+        samples = {"cpu": self._samples("cpu", CPU_US), "zero_copy": self._samples("zero_copy", FETCH_US, keep=False)}
+        samples |= self._slot_samples()
+        fits = {lane: _fit(found) for lane, found in samples.items()}
+        rows, threads = self._batch_gb_s(), self.runner.device.num_threads
+        device = fits.get("hit", fits["zero_copy"])  # without slots nothing ever hits: any finite rate will do
+        profile = replace(
+            profile,
+            cpu_experts={**profile.cpu_experts, self.label: Curve((float(threads),), (fits["cpu"].gb_s,))},
+            cpu_rows={**profile.cpu_rows, self.label: Curve((float(threads),), (rows,))},
+            device_experts={**profile.device_experts, self.label: device.gb_s},
+            device_rows={**profile.device_rows, self.label: rows / threads},
+        )
+        if profile.step_fix_us is None:
+            profile = self._with_fixed_costs(profile, samples, fits)
+        return self._with_contention(profile)
+
+    def _with_fixed_costs(
+        self, profile: MachineProfile, samples: dict[str, list[Sample]], fits: dict[str, Line]
+    ) -> MachineProfile:
+        """The cheapest hand-over is the step's cost; what a lane takes beyond it is that lane's."""
+        beyond = {lane: _beyond_lane_us(found) for lane, found in samples.items()}
+        step_fix = min(beyond.values())
+        fix = {lane: fits[lane].fix_us + beyond[lane] - step_fix for lane in fits}
+        stream = fits.get("stream")
         return replace(
             profile,
-            **measured,
-            zero_copy=Curve((1.0,), (in_place.gb_s,)),
-            zero_copy_fix_us=in_place.fix_us,
+            step_fix_us=step_fix,
+            cpu_fix_us=fix["cpu"],
+            zero_copy=Curve((1.0,), (fits["zero_copy"].gb_s,)),
+            zero_copy_fix_us=fix["zero_copy"],
+            hit_fix_us=fix.get("hit", 0.0),
             pinned_to_device=None if stream is None else Curve((1.0,), (stream.gb_s,)),
             copy_fix_us=self.runner.device.played.link_fix_us or 0.0,
             stream_fix_us=None if stream is None else stream.fix_us,
-            hit_fix_us=device.fix_us,
-            cpu_fix_us=cpu.fix_us,
-            step_fix_us=step_fix,
+            stream_tail_us=None if stream is None else beyond["stream"] - step_fix,
         )
 
-    def _measure_slots(self) -> tuple[Line | None, Line | None]:
-        """(hits, streaming), or None where there are no slots."""
+    def _with_contention(self, profile: MachineProfile) -> MachineProfile:
+        """Steps that the model splits over lanes: where they take longer than it says, lanes hold each other up."""
+        runner = self.runner
+        if runner.device.played.given():
+            return profile  # lanes that sleep do not
+        before, runner.rates = runner.rates, [self._rates(profile)] * runner.store.num_layers
+        try:
+            rates = []
+            for _ in range(REPEATS):
+                runner.reset()
+                self._step(self.rng.choice(self.num_experts, self._most(), replace=False), 1, runner.options)
+                rates.append(self._joint_gb_s(profile))
+        finally:
+            runner.rates = before
+        both = float(np.median(rates[1:]))
+        return replace(profile, both_gb_s=min(both, profile.both_gb_s or both)) if both < UNKNOWN_RATE else profile
+
+    def _joint_gb_s(self, profile: MachineProfile) -> float:
+        """Missed bytes over what the last step took beyond its fixed costs; infinite unless two lanes shared it."""
+        counts = self.runner.journal.counts[self.layer]
+        if not counts[CPU] or not counts[STREAM] + counts[ZERO_COPY]:
+            return UNKNOWN_RATE
+        us = self.runner.step_us - (profile.step_fix_us or 0.0)
+        return 1e-3 * self._most() * self.expert_nbytes / max(us, 1.0)
+
+    def _rates(self, profile: MachineProfile) -> Rates:
+        nbytes = int(self.runner.store.layers[self.layer].layout.shard_nbytes[0])
+        return profile.rates(self.label, shard_nbytes=nbytes, threads=self.runner.device.num_threads)
+
+    def _slot_samples(self) -> dict[str, list[Sample]]:
+        """Streaming and hits, where there are slots for them."""
         slots = self.runner.num_slots_of(self.layer)
         most = min(self._most(), slots // (2 * self.num_shards))
         if most < 1:
-            return None, None
-        stream = _fit(self._samples("stream", FETCH_US, most=most))
-        return _fit(self._hit_samples(slots, most)), stream
+            return {}
+        stream = self._samples("stream", FETCH_US, most=most)
+        return {"stream": stream, "hit": self._hit_samples(slots, most)}
 
     def _most(self) -> int:
         return max(1, min(MAX_EXPERTS, self.num_experts // 2))
@@ -185,17 +222,17 @@ class _LaneProbe:
             experts = self.rng.choice(among or self.num_experts, num, replace=False)
             self._step(experts, 1, options)
             if repeat:
-                lane.append(self.runner.lane_us[place])
+                lane.append(float(self.runner.lane_us[place]))
                 step.append(self.runner.step_us)
         return Sample(num * self.expert_nbytes, float(np.median(lane)), float(np.median(step)))
 
-    def _batch_rate(self, lane: str, place: int) -> float:
-        """GB/s of bytes x rows where arithmetic is the limit: one expert on many rows."""
-        options, times = make_options(force=lane), []
+    def _batch_gb_s(self) -> float:
+        """GB/s of bytes x rows where arithmetic is the limit: one expert on many rows, on the CPU lane."""
+        options, times = make_options(force="cpu"), []
         for _ in range(3):
             self.runner.reset()
             self._step(self.rng.choice(self.num_experts, 1), BATCH_ROWS, options)
-            times.append(self.runner.lane_us[place])
+            times.append(float(self.runner.lane_us[CPU_US]))
         return 1e-3 * self.expert_nbytes * BATCH_ROWS / min(times)
 
     def _step(self, experts: np.ndarray, rows: int, options: Options) -> None:
@@ -232,5 +269,3 @@ def _fit(samples: Sequence[Sample]) -> Line:
 def _beyond_lane_us(samples: Sequence[Sample]) -> float:
     return float(max(0.0, np.median([s.step_us - s.lane_us for s in samples])))
 
-
-assert LANE_NAMES[1:] == ("stream", "zero_copy", "cpu")

@@ -41,10 +41,16 @@ class Grouping(NamedTuple):
 
 def make_grouping(max_entries: int, num_experts: int) -> Grouping:
     """Arrays for layer-steps of up to ``max_entries`` = tokens x ranks."""
-    by_entry = [np.zeros(max(1, max_entries), np.int32) for _ in range(2)]
-    by_expert = [np.zeros(max(1, num_experts), np.int32) for _ in range(4)]
-    ids = np.zeros(max(1, max_entries), np.int64)
-    return Grouping(ids, *by_expert[:3], *by_entry, by_expert[3])
+    entries, experts = max(1, max_entries), max(1, num_experts)
+    return Grouping(
+        ids=np.zeros(entries, np.int64),
+        experts=np.zeros(experts, np.int32),
+        rows=np.zeros(experts, np.int32),
+        first_position=np.zeros(experts, np.int32),
+        position=np.zeros(entries, np.int32),
+        token=np.zeros(entries, np.int32),
+        cursor=np.zeros(experts, np.int32),
+    )
 
 
 @compiled

@@ -34,8 +34,10 @@ def test_terms_follow_their_formulas():
     assert cost.cpu_us(r, 2, 100, 100) == 6 + 14 + 25
     assert cost.cpu_us(r, 2, 100, 10000) == 6 + 14 + 100
     assert cost.both_us(r, 100, 300) == 50
-    assert cost.shared_us(r, 10.0, 20.0, 30.0) == (10 + 20 + 60) / 2
-    assert cost.shared_us(make_rates(), 10.0, 20.0, 30.0) == 0
+    assert cost.shared_us(r, 10.0, 20.0, 5.0, 30.0) == (10 + 20 + 5 + 60) / 2
+    on_device = r._replace(zero_copy_on_device=True)
+    assert cost.shared_us(on_device, 10.0, 20.0, 5.0, 30.0) == (10 + 20 + 60) / 2
+    assert cost.shared_us(make_rates(), 10.0, 20.0, 5.0, 30.0) == 0
 
 
 def test_idle_lanes_cost_nothing_even_at_an_unknown_rate():
