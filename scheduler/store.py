@@ -16,6 +16,7 @@ import numpy as np
 from trilane.arrays import view_array
 from trilane.cpu_kernels.arena import Arena, allocate_arena
 from trilane.cpu_kernels.cpus import read_cpu_budget
+from trilane.cpu_kernels.float_env import exact_floats
 from trilane.cpu_kernels.formats import Format, format_of
 from trilane.cpu_kernels.gate import GATES
 from trilane.cpu_kernels.layout import ExpertLayout, pack_expert
@@ -297,7 +298,8 @@ def _fill(
     jobs = [(layer, e) for layer, source in enumerate(sources) for e in range(source.num_experts)]
 
     def pack(job: tuple[int, int]) -> None:
-        sources[job[0]].pack(job[1], store.expert_bytes(*job))
+        with exact_floats():  # threads inherit the caller's mode, and quantised bytes must not depend on it
+            sources[job[0]].pack(job[1], store.expert_bytes(*job))
 
     with ThreadPoolExecutor(threads, "trilane-fill") as pool:
         for done, _ in enumerate(pool.map(pack, jobs), start=1):

@@ -28,6 +28,24 @@ settings.load_profile("trilane")
 _bad_skips: list[str] = []
 
 
+@pytest.fixture
+def scheduler_of() -> Any:
+    """Opens schedulers (see expert_cases.open_scheduler); in the end each one's state is checked and it is closed."""
+    from expert_cases import open_scheduler
+    from trilane.state import check
+
+    opened = []
+
+    def open_one(store: Any, rates: Any = None, **sections: Any) -> Any:
+        opened.append(open_scheduler(store, rates, **sections))
+        return opened[-1]
+
+    yield open_one
+    for scheduler in opened:
+        check(scheduler._runner.state, scheduler._runner.geometry)
+        scheduler.close()
+
+
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_makereport(item: pytest.Item, call: Any) -> Any:
     report = yield
