@@ -24,6 +24,7 @@ class HostView:
     array: np.ndarray
     element: str  # "f32", "f16", "bf16", or NumPy's name of another type
     owner: Any
+    is_bfloat16: bool = False  # told apart from uint16 by its producer
 
     @property
     def address(self) -> int:
@@ -46,45 +47,56 @@ def view_array(value: Any, name: str) -> HostView:
         The value is no array, or lives on another device.
     """
     if isinstance(value, np.ndarray):
-        array = value
+        view = HostView(value, _element(value), value)
     elif hasattr(value, "__array_interface__"):
         array = np.asarray(value)
+        view = HostView(array, _element(array), value)
     elif hasattr(value, "__dlpack__"):
-        array = _view_dlpack(value, name)
-        return HostView(array, _element(array, getattr(value, "dtype", None)), value)
+        view = _view_dlpack(value, name)
     else:
         raise ArrayTypeError(
             f"{name}: a {type(value).__name__} is no array; pass NumPy, or an object with "
             "__array_interface__ or __dlpack__ in host memory"
         )
-    return HostView(array, _element(array, None), value)
+    if not view.array.dtype.isnative:
+        raise ArrayTypeError(
+            f"{name}: byte order of {view.array.dtype.str!r} is not this machine's; convert it with "
+            f"{name}.astype({view.array.dtype.name!r})"
+        )
+    return view
 
 
-def _element(array: np.ndarray, source_dtype: Any) -> str:
-    if source_dtype is not None and "bfloat16" in str(source_dtype):
-        return "bf16"
+def _element(array: np.ndarray) -> str:
     return FLOAT_NAMES.get(array.dtype.name, array.dtype.name)
 
 
-def _view_dlpack(value: Any, name: str) -> np.ndarray:
+def _view_dlpack(value: Any, name: str) -> HostView:
     device_type = int(value.__dlpack_device__()[0])
     if device_type != 1:
         raise ArrayError(
             f"{name}: the array is on DLPack device type {device_type}; the host device needs type 1 "
             "(CPU): move it to host memory first"
         )
-    if "bfloat16" in str(getattr(value, "dtype", "")):
-        return _BorrowedTensor(value.__dlpack__()).as_uint16()
     try:
-        return np.from_dlpack(value)
-    except (BufferError, RuntimeError, TypeError) as error:
+        tensor = _BorrowedTensor(_export(value))
+    except (BufferError, RuntimeError, TypeError, ValueError) as error:
         raise ArrayTypeError(
             f"{name}: DLPack refused ({error}); pass a plain, detached host tensor of a standard type"
         ) from error
+    array = np.asarray(tensor)
+    return HostView(array, _element(array), value, tensor.is_bfloat16)
+
+
+def _export(value: Any) -> Any:
+    """A capsule; of version 1 where the producer has it, since only that tells read-only arrays."""
+    try:
+        return value.__dlpack__(max_version=(1, 0))
+    except TypeError:
+        return value.__dlpack__()
 
 
 class _DLTensor(ctypes.Structure):
-    """The leading fields of DLPack's ``DLTensor`` (DLPack specification, version 0 and 1)."""
+    """DLPack's ``DLTensor``, which a capsule of version 0 starts with."""
 
     _fields_ = [
         ("data", ctypes.c_void_p),
@@ -100,8 +112,25 @@ class _DLTensor(ctypes.Structure):
     ]
 
 
+class _VersionedTensor(ctypes.Structure):
+    """DLPack's ``DLManagedTensorVersioned``, in a capsule of version 1."""
+
+    _fields_ = [
+        ("major", ctypes.c_uint32),
+        ("minor", ctypes.c_uint32),
+        ("manager", ctypes.c_void_p),
+        ("deleter", ctypes.c_void_p),
+        ("flags", ctypes.c_uint64),
+        ("tensor", _DLTensor),
+    ]
+
+
+KIND_OF_CODE = {0: "i", 1: "u", 2: "f", 4: "u", 6: "b"}  # DLDataTypeCode to NumPy's kinds
+BFLOAT, READ_ONLY = 4, 1
+
+
 class _BorrowedTensor:
-    """A DLPack capsule read in place, for the one type NumPy cannot take: bfloat16.
+    """A DLPack capsule read in place: NumPy's own reader knows no bfloat16 and makes old capsules read-only.
 
     The capsule is never renamed to "used", so its own destructor frees the producer's tensor when this
     object, kept alive as the base of the array, goes.
@@ -109,21 +138,32 @@ class _BorrowedTensor:
 
     def __init__(self, capsule: Any) -> None:
         self._capsule = capsule
-        get = ctypes.pythonapi.PyCapsule_GetPointer
-        get.restype, get.argtypes = ctypes.c_void_p, [ctypes.py_object, ctypes.c_char_p]
-        tensor = _DLTensor.from_address(get(capsule, b"dltensor"))
-        shape = tuple(tensor.shape[i] for i in range(tensor.ndim))
-        strides = tuple(2 * tensor.strides[i] for i in range(tensor.ndim)) if tensor.strides else None
+        tensor, read_only = _open_capsule(capsule)
+        if tensor.code not in KIND_OF_CODE or tensor.lanes != 1 or tensor.bits % 8:
+            raise TypeError(f"type code {tensor.code} with {tensor.bits} bits and {tensor.lanes} lanes is unknown")
+        self.is_bfloat16 = tensor.code == BFLOAT
+        size = tensor.bits // 8
+        strides = tuple(size * tensor.strides[i] for i in range(tensor.ndim)) if tensor.strides else None
         self.__array_interface__ = {
             "version": 3,
-            "typestr": "<u2",
-            "shape": shape,
+            "typestr": np.dtype(f"{KIND_OF_CODE[tensor.code]}{size}").str,
+            "shape": tuple(tensor.shape[i] for i in range(tensor.ndim)),
             "strides": strides,
-            "data": ((tensor.data or 0) + tensor.byte_offset, False),
+            "data": ((tensor.data or 0) + tensor.byte_offset, read_only),
         }
 
-    def as_uint16(self) -> np.ndarray:
-        return np.asarray(self)
+
+def _open_capsule(capsule: Any) -> tuple[_DLTensor, bool]:
+    """The tensor in a fresh capsule, and whether it may only be read."""
+    get, is_valid = ctypes.pythonapi.PyCapsule_GetPointer, ctypes.pythonapi.PyCapsule_IsValid
+    get.restype, get.argtypes = ctypes.c_void_p, [ctypes.py_object, ctypes.c_char_p]
+    is_valid.restype, is_valid.argtypes = ctypes.c_int, [ctypes.py_object, ctypes.c_char_p]
+    if not is_valid(capsule, b"dltensor_versioned"):
+        return _DLTensor.from_address(get(capsule, b"dltensor")), False
+    versioned = _VersionedTensor.from_address(get(capsule, b"dltensor_versioned"))
+    if versioned.major != 1:
+        raise ValueError(f"DLPack version {versioned.major}.{versioned.minor} is unknown")
+    return versioned.tensor, bool(versioned.flags & READ_ONLY)
 
 
 def like_input(value: Any, shape: tuple[int, ...]) -> Any:

@@ -365,8 +365,9 @@ class ExpertScheduler:
     def _check_routing(self, topk_ids: Any, topk_weights: Any, rows: int) -> tuple[np.ndarray, np.ndarray]:
         ids = _view_or_list(topk_ids, "topk_ids", np.int64)
         weights = _view_or_list(topk_weights, "topk_weights", np.float32)
-        if ids.array.dtype.kind not in "iu" or ids.element == "bf16" and ids.array.dtype.kind != "u":
-            raise ArrayTypeError(f"topk_ids: dtype {ids.array.dtype}, but integers are needed; convert them")
+        if ids.array.dtype.kind not in "iu" or ids.is_bfloat16:
+            kind = "bfloat16" if ids.is_bfloat16 else ids.array.dtype
+            raise ArrayTypeError(f"topk_ids: dtype {kind}, but integers are needed; convert them")
         if weights.array.dtype.name not in WEIGHT_ELEMENTS:
             raise ArrayTypeError(
                 f"topk_weights: dtype {weights.array.dtype}, but floats are needed; convert them to float32"
@@ -426,7 +427,12 @@ def _public_errors() -> Iterator[None]:
 
 def _view_or_list(value: Any, name: str, dtype: type) -> HostView:
     if isinstance(value, (list, tuple)):
-        value = np.asarray(value, dtype)
+        try:
+            value = np.asarray(value)
+        except ValueError as error:
+            raise ArrayError(f"{name}: a list whose rows differ in length ({error}); pass (rows, top_k)") from None
+        if value.size == 0 or value.dtype.kind in "iuf" and np.dtype(dtype).kind == "f":
+            value = value.astype(dtype)
     return view_array(value, name)
 
 

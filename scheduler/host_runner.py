@@ -55,6 +55,7 @@ from trilane.store import ExpertStore
 ELEMENTS = {"f32": HIDDEN_F32, "f16": HIDDEN_F16, "bf16": HIDDEN_BF16}
 SCRATCH_NBYTES = 64 << 20
 FIRST_ROWS = 8  # rows that the first workspace holds
+INT64_MAX = (1 << 63) - 1
 
 
 @dataclass(frozen=True)
@@ -171,6 +172,8 @@ class HostRunner:
     def take_routing(self, ids: np.ndarray, weights: np.ndarray) -> None:
         """Copy (rows, top_k) ids and weights to where the step finds them."""
         self._reserve(*ids.shape)
+        if ids.dtype == np.uint64:  # else those past int64 would wrap round to -1, which means "none"
+            ids = np.minimum(ids, np.uint64(INT64_MAX))
         self.grouping.ids[: ids.size].reshape(ids.shape)[...] = ids
         self.ws.weights[: ids.size].reshape(ids.shape)[...] = weights
 

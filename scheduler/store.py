@@ -6,6 +6,7 @@ each of which is the first to touch the pages it writes.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -52,6 +53,10 @@ class Gate:
                 f"gate: kind {self.kind!r} is unknown, but must be one of {', '.join(GATES)}."
                 f"{did_you_mean(str(self.kind), GATES)}"
             )
+        if not math.isfinite(self.alpha):
+            raise StoreError(f"gate: alpha is {self.alpha}, but must be a finite number; take the model's own")
+        if not self.limit > 0:
+            raise StoreError(f"gate: limit is {self.limit}, but must be above 0; take the model's own")
 
 
 @dataclass(frozen=True)
@@ -154,6 +159,8 @@ class ExpertStore:
 
 
 def _formats_of(formats: str | Mapping[str, str], gate: Gate) -> dict[str, Format]:
+    if not isinstance(formats, (str, Mapping)):
+        raise StoreError(f"formats: {formats!r} is neither a name nor a mapping of names; pass 'q4_k', for example")
     if isinstance(formats, Mapping):
         unknown = [name for name in formats if name not in MATRICES]
         if unknown:
@@ -179,6 +186,7 @@ class _LayerSource:
         self._formats = formats
         self.gate = gate
         views = {name: self._view(name, value) for name, value in arrays.items() if value is not None}
+        self._check_merged(views)
         self._arrays = _split_gate_up(views)
         self._check_names()
         self.num_experts = len(self._arrays["up"])
@@ -199,6 +207,16 @@ class _LayerSource:
                 name, f"dtype {array.dtype}, but one of {', '.join(kinds)} is needed; convert it"
             )
         return array
+
+    def _check_merged(self, views: dict[str, np.ndarray]) -> None:
+        for end in ("", "_bias"):
+            both = views.get(f"gate_up{end}")
+            twice = [name for name in (f"gate{end}", f"up{end}") if name in views]
+            if both is not None and twice:
+                raise self._error(f"gate_up{end}", f"given beside {twice[0]}; give one or the other")
+            if both is not None and (both.ndim < 2 or both.shape[1] % 2):
+                rows = both.shape[1] if both.ndim > 1 else both.shape
+                raise self._error(f"gate_up{end}", f"{rows} rows, but an even number is needed: gate, then up")
 
     def _check_names(self) -> None:
         has_bias = any(name in self._arrays for name in BIASES)
@@ -260,10 +278,9 @@ def _split_gate_up(views: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
     split = dict(views)
     for name, suffix in (("gate_up", ""), ("gate_up_bias", "_bias")):
         both = split.pop(name, None)
-        if both is not None and both.ndim > 1:
+        if both is not None:
             half = both.shape[1] // 2
-            split.setdefault(f"gate{suffix}", both[:, :half])
-            split.setdefault(f"up{suffix}", both[:, half:])
+            split[f"gate{suffix}"], split[f"up{suffix}"] = both[:, :half], both[:, half:]
     return split
 
 

@@ -32,6 +32,7 @@ _bad_skips: list[str] = []
 def scheduler_of() -> Any:
     """Opens schedulers (see expert_cases.open_scheduler); in the end each one's state is checked and it is closed."""
     from expert_cases import open_scheduler
+
     from trilane.state import check
 
     opened = []

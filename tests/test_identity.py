@@ -22,6 +22,7 @@ from expert_cases import (
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from numba import config
+
 from trilane.cpu_kernels.float_env import EXACT, FLUSH, set_float_mode
 from trilane.cpu_kernels.isa import available_isas
 
