@@ -22,7 +22,7 @@ from trilane.cpu_kernels.cpus import CpuBudget, read_cpu_budget, suggest_num_thr
 from trilane.cpu_kernels.host_lanes import device_task, link_task, team_task
 from trilane.cpu_kernels.host_workspace import Workspace
 from trilane.cpu_kernels.publish import publish_task
-from trilane.cpu_kernels.team import LaneThread, TeamError, WorkerTeam
+from trilane.cpu_kernels.team import LaneThread, TaskFailed, TeamError, WorkerTeam
 from trilane.cpu_kernels.words import Combine, DeviceJob, LinkJob, Publish, TeamJob
 from trilane.jit import compiled
 
@@ -149,6 +149,13 @@ class HostDevice:
                 with contextlib.suppress(TeamError, TimeoutError):
                     getattr(self, name).wait(tickets[name], timeout_s=DRAIN_S)
 
+    def settle(self, tickets: dict[str, int]) -> None:
+        """Wait until the lanes of an abandoned step have given up, however long their last piece takes."""
+        for name in LANE_ORDER:
+            if name in tickets:
+                with contextlib.suppress(TaskFailed):
+                    getattr(self, name).wait(tickets[name])
+
     def check(self) -> None:
         """Raise if one of the threads is gone or has been stopped."""
         for name in LANE_ORDER:
@@ -166,13 +173,19 @@ class HostDevice:
         """Stop background copies after the chunk in hand (or let them end), and wait until the link is free."""
         if self._background is not None:
             set_flag(self._urgent.ctypes.data, 0 if let_end else 1)
-            self.link.wait(self._background)
+            with contextlib.suppress(TaskFailed):  # called off by an interrupt; what has landed says so
+                self.link.wait(self._background)
             self._background = None
 
     def close(self) -> bool:
         """Stop the threads; True once none is left."""
         set_flag(self._urgent.ctypes.data, 1)
         return all([lane.close() for lane in (self.team, self.link, self.device)])
+
+    def hold(self, memory: object) -> None:
+        """Keep ``memory`` for as long as one of the threads lives."""
+        for lane in (self.team, self.link, self.device):
+            lane.hold(memory)
 
 
 @compiled

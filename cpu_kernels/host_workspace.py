@@ -23,17 +23,13 @@ CACHE_LINE = 64
 
 @dataclass(frozen=True)
 class StepShape:
-    """What a workspace must hold: rows of hidden states, ranks, and the largest layer's experts and shards."""
+    """What a workspace must hold: hidden rows, rows x ranks, and the largest layer's experts and shards."""
 
     max_rows: int
-    top_k: int
+    max_positions: int
     hidden: int
     max_experts: int
     max_shards: int
-
-    @property
-    def max_positions(self) -> int:
-        return self.max_rows * self.top_k
 
     @property
     def max_items(self) -> int:

@@ -148,6 +148,12 @@ class WorkerTeam:
         self._finalizer.detach()
         return stop(self._block, self._threads, self._pid, timeout_s)
 
+    def hold(self, memory: object) -> None:
+        """Keep ``memory`` alive for as long as one of the workers is (after a close that returned False)."""
+        for thread in self._threads:
+            if thread.is_alive():  # the interpreter refers to running threads
+                thread.holds = memory  # type: ignore[attr-defined]
+
     def __enter__(self) -> WorkerTeam:
         return self.start()
 

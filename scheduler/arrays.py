@@ -190,6 +190,8 @@ def rows_of(view: HostView, name: str, columns: int, columns_are: str) -> tuple[
             f"{name}: shape {tuple(array.shape)}, but (rows, {columns}) is needed: {columns_are}; "
             "reshape it to two dimensions"
         )
+    if array.size == 0:  # strides of an empty array say nothing
+        return array.shape[0], array.strides[0]
     if array.shape[0] > 1 and array.shape[1] > 1 and array.strides[0] < array.shape[1] * array.itemsize:
         raise ArrayError(
             f"{name}: rows overlap or run backwards (strides {array.strides} bytes); pass a copy, "

@@ -234,6 +234,7 @@ class ExpertScheduler:
         most = self._runner.max_rows(top_k)
         if rows > most:  # nothing may run before all of the batch is known to be sound
             self._check_ids(layer, ids)
+            x = _apart_from(x, y)
         for start in range(0, rows, most):
             if start:
                 self._runner.finish()
@@ -259,7 +260,10 @@ class ExpertScheduler:
         """
         self._check_usable()
         layer = self._check_layer(layer)
-        ids = [int(e) for e in np.asarray(list(expert_ids)).reshape(-1)]
+        found = np.asarray(list(expert_ids)).reshape(-1)
+        if found.size and found.dtype.kind not in "iu":
+            raise ArrayTypeError(f"expert_ids: dtype {found.dtype}, but integers are needed; convert them")
+        ids = found.tolist()
         num = self.store.layers[layer].num_experts
         for expert in ids:
             if not -1 <= expert <= num:
@@ -331,7 +335,7 @@ class ExpertScheduler:
             raise type(self._failure)(f"{self._failure} (the scheduler stopped then; make a new one)")
 
     def _check_layer(self, layer: int) -> int:
-        if not isinstance(layer, (int, np.integer)) or not 0 <= layer < self.store.num_layers:
+        if isinstance(layer, bool) or not isinstance(layer, (int, np.integer)) or not 0 <= layer < self.store.num_layers:
             raise RoutingError(
                 f"layer: {layer!r}, but the store has layers 0 to {self.store.num_layers - 1}; pass the index "
                 "of the MoE layer, counted without dense layers"
@@ -434,6 +438,12 @@ def _view_or_list(value: Any, name: str, dtype: type) -> HostView:
         if value.size == 0 or value.dtype.kind in "iuf" and np.dtype(dtype).kind == "f":
             value = value.astype(dtype)
     return view_array(value, name)
+
+
+def _apart_from(x: HostView, y: HostView) -> HostView:
+    """``x``, copied if writing rows of ``y`` could change rows of it that are read later."""
+    same_rows = x.address == y.address and x.array.strides == y.array.strides
+    return x if same_rows or not np.may_share_memory(x.array, y.array) else view_array(x.array.copy(), "hidden")
 
 
 def _as_float32(weights: HostView) -> np.ndarray:

@@ -7,7 +7,7 @@ further waves, failures. Argument checks and the public face are the engine's; d
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -23,8 +23,9 @@ from trilane.cpu_kernels.activation import (
 from trilane.cpu_kernels.formats import BLOCK
 from trilane.cpu_kernels.host_device import HostDevice, PlayedRates
 from trilane.cpu_kernels.host_workspace import StepShape, make_workspace, rows_per_step
+from trilane.cpu_kernels.isa import available_isas
 from trilane.cpu_kernels.words import LinkJob, Piece
-from trilane.errors import DeviceError
+from trilane.errors import ConfigError, DeviceError, Problem
 from trilane.expert import Outcome, Plan
 from trilane.host_run import (
     DONE,
@@ -73,6 +74,13 @@ class StepInput:
     out_element: str
 
 
+def _available_isa(isa: str) -> str:
+    if isa != "auto" and isa not in available_isas():
+        problem = f"is {isa!r}, but this CPU has {', '.join(available_isas())}: use one of them, or 'auto'"
+        raise ConfigError([Problem("cpu.isa", problem)])
+    return isa
+
+
 class HostRunner:
     """State, memory and threads of one scheduler on the host device.
 
@@ -84,6 +92,7 @@ class HostRunner:
 
     def __init__(self, store: ExpertStore, config: Config) -> None:
         self.store, self.config = store, config
+        isa = _available_isa(config.cpu.isa)
         self.geometry = store_geometry(store)
         slot_nbytes = int(self.geometry.shard_nbytes.max())
         self._num_slots = config.cache.num_slots(int(self.geometry.first_shard[-1]), slot_nbytes)
@@ -96,7 +105,7 @@ class HostRunner:
             played=PlayedRates(**config.host_device.model_dump()),
         )
         self.device.start()
-        self.tables = make_tables(store, self.device, config.cpu.isa)
+        self.tables = make_tables(store, self.device, isa)
         policy = config.policy
         self.options = make_options(policy.lanes, force=policy.force, admit=policy.admit, fills=policy.fills)
         self.rates: list[Rates] = [make_rates()] * store.num_layers  # of a probe: every lane is forced there
@@ -106,7 +115,10 @@ class HostRunner:
         self._step[Step.INT8_STRIDE] = blocks * RECORD_NBYTES
         self._step[Step.FLOATS_STRIDE] = blocks * F32_BLOCK_NBYTES
         self._lanes = np.array([self.device.addresses[lane.name] for lane in list(Lane)[:-1]], np.int64)
-        self._shape = StepShape(0, 0, 0, 0, 0)
+        experts = max(layer.num_experts for layer in store.layers)
+        self._shape = StepShape(0, 0, store.hidden, experts, int(self.geometry.num_shards.max()))
+        self._open = False  # a step was begun, and neither finished nor abandoned
+        self._left: dict[str, int] = {}  # tickets of an abandoned step's lanes, which may still be at work
         self._fills: list[tuple[int, int]] = []
         self._reserve(FIRST_ROWS, 1)
         self.reset()
@@ -153,16 +165,14 @@ class HostRunner:
 
     def _reserve(self, rows: int, top_k: int) -> None:
         """Grow the scratch to ``rows`` rows of ``top_k`` ranks; steps within it allocate nothing."""
-        shape = self._shape
-        if rows <= shape.max_rows and top_k <= shape.top_k:
+        shape, positions = self._shape, rows * top_k
+        if rows <= shape.max_rows and positions <= shape.max_positions:
             return
-        experts = max(layer.num_experts for layer in self.store.layers)
-        shards = int(self.geometry.num_shards.max())
-        self._shape = StepShape(
-            max(rows, shape.max_rows), max(top_k, shape.top_k), self.store.hidden, experts, shards
+        self._shape = replace(
+            shape, max_rows=max(rows, shape.max_rows), max_positions=max(positions, shape.max_positions)
         )
         self.ws = make_workspace(self._shape)
-        self.grouping = make_grouping(self._shape.max_positions, experts)
+        self.grouping = make_grouping(self._shape.max_positions, shape.max_experts)
         addresses = [self.grouping.ids.ctypes.data, self.grouping.position.ctypes.data]
         self._grouping_address = np.array(addresses, np.int64)
         if hasattr(self, "_run"):
@@ -171,6 +181,7 @@ class HostRunner:
     # ------------------------------------------------------------------------------------- one layer-step
     def take_routing(self, ids: np.ndarray, weights: np.ndarray) -> None:
         """Copy (rows, top_k) ids and weights to where the step finds them."""
+        self._end_leftovers()
         self._reserve(*ids.shape)
         if ids.dtype == np.uint64:  # else those past int64 would wrap round to -1, which means "none"
             ids = np.minimum(ids, np.uint64(INT64_MAX))
@@ -186,6 +197,7 @@ class HostRunner:
         )  # fmt: skip
         if group_step(self._run) < 0:
             return False
+        self._open = True
         try:
             if step.num_rows > ROWS_IN_CALLER:
                 self.device.publish(self.ws, step.num_rows)
@@ -210,6 +222,7 @@ class HostRunner:
         if status == MANY_ROWS:
             self.device.combine(self.ws, int(self._step[Step.NUM_ROWS]))
             close_step(self._run)
+        self._open = False
 
     @property
     def step_us(self) -> float:
@@ -237,14 +250,27 @@ class HostRunner:
 
     def _abandon(self) -> None:
         """A failed step's fills hold nothing that may be hit."""
-        self.device.abandon(self.ws, self._tickets())
-        if self._step[Step.PLANNED]:
+        if self._open and self._step[Step.PLANNED]:
             layer, num_experts = int(self._step[Step.LAYER]), int(self._step[Step.NUM_EXPERTS])
             abandon_step(self.state, self.geometry, layer, self.grouping.experts, num_experts, self._work)
+            self._left = self._tickets()
+        self._open = False
+        self.device.abandon(self.ws, self._left)
+
+    def _end_leftovers(self) -> None:
+        """Before memory is used anew: an interrupt can have come between any two lines, and a lane can be slow."""
+        if self._open:
+            self._abandon()
+        if self._left:
+            self.device.settle(self._left)
+            self._left = {}
 
     # ------------------------------------------------------------------------------------ background fills
     def start_fills(self, layer: int, experts: Sequence[int]) -> int:
         """Reserve slots for likely experts and copy them while the link is idle; fills started."""
+        if not self.options.fills:
+            return 0
+        self._end_leftovers()
         self.settle_fills()
         ids, w = np.array(experts, np.int32), self._fill_work
         clock = int(self._step[Step.CLOCK])
@@ -298,5 +324,6 @@ class HostRunner:
         return expert_story(self.journal, layer, expert)
 
     def close(self) -> None:
-        """Stop the threads."""
-        self.device.close()
+        """Stop the threads; one that hangs keeps the memory that it may still write to."""
+        if not self.device.close():
+            self.device.hold(self)
