@@ -10,6 +10,7 @@ It runs job blocks (words.py) and knows nothing of how they came about.
 from __future__ import annotations
 
 import contextlib
+import os
 from dataclasses import dataclass, fields
 from typing import Any
 
@@ -86,7 +87,7 @@ class HostDevice:
         self.budget = budget
         self.played = played or PlayedRates()
         self.num_threads, self.thread_reasons = _team_size(budget, threads)
-        spin = suggest_spin_us(budget, self.num_threads + LANE_THREADS) if spin_us == "auto" else spin_us
+        spin = suggest_spin_us(budget, self.num_threads) if spin_us == "auto" else spin_us
         options: dict[str, Any] = {"spin_us": spin, "stall_timeout_s": stall_timeout_s}
         stride = -(-max(1, slot_nbytes) // SLOT_ALIGNMENT) * SLOT_ALIGNMENT
         self.slots: Arena = allocate_arena(num_slots * stride)
@@ -101,6 +102,7 @@ class HostDevice:
         """Start the threads and compile what they run."""
         for lane in (self.team, self.link, self.device):
             lane.start()
+        self._keep_apart()
         self.addresses = {
             "TEAM": self.team.words,
             "LINK": self.link.words,
@@ -111,6 +113,14 @@ class HostDevice:
             "PUBLISH_TASK": publish_task().address,
             "COMBINE_TASK": combine_task().address,
         }
+
+    def _keep_apart(self) -> None:
+        """Let link and device have halves of the CPUs each: woken at once, they may else share one for a while."""
+        cpus, half = self.budget.allowed, len(self.budget.allowed) // 2
+        if half and hasattr(os, "sched_setaffinity"):
+            for lane, mine in ((self.device, cpus[:half]), (self.link, cpus[half:])):
+                with contextlib.suppress(OSError):
+                    os.sched_setaffinity(lane.native_ids()[0], mine)
 
     # ------------------------------------------------------------------------------------- many rows at once
     def publish(self, ws: Workspace, num_rows: int) -> None:

@@ -7,7 +7,6 @@ are turned into the public ones here.
 from __future__ import annotations
 
 import contextlib
-import logging
 import os
 import weakref
 from collections.abc import Iterable, Iterator, Mapping
@@ -16,14 +15,14 @@ from typing import Any
 
 import numpy as np
 
-from trilane.arrays import HostView, like_input, rows_of, view_array
+from trilane.arguments import apart_from, bad_id, check_hidden, check_ids, check_out, check_routing
+from trilane.arrays import HostView, like_input
 from trilane.config import Config
 from trilane.cpu_kernels.team import TeamClosed, TeamError, TeamForked
 from trilane.errors import (
     ArrayError,
     ArrayTypeError,
     ClosedError,
-    ConfigError,
     DeviceError,
     ForkError,
     RoutingError,
@@ -31,16 +30,12 @@ from trilane.errors import (
     WorkerError,
 )
 from trilane.expert import Outcome, Plan
-from trilane.host_runner import ELEMENTS, HostRunner, StepInput
+from trilane.host_runner import HostRunner, StepInput
 from trilane.journal import StoryEntry
 from trilane.lane_probe import calibrate, rates_of_layers
 from trilane.profile import MachineProfile
 from trilane.stats import Stats, make_stats
 from trilane.store import ExpertStore
-
-log = logging.getLogger("trilane")
-
-WEIGHT_ELEMENTS = ("float32", "float16", "uint16", "float64")
 
 
 @dataclass(frozen=True)
@@ -199,10 +194,10 @@ class ExpertScheduler:
                 "wait for its ticket first"
             )
         layer = self._check_layer(layer)
-        x = self._check_hidden(hidden)
-        ids, weights = self._check_routing(topk_ids, topk_weights, len(x.array))
+        x = check_hidden(hidden, self.store.hidden)
+        ids, weights = check_routing(topk_ids, topk_weights, len(x.array))
         result = like_input(hidden, x.array.shape) if out is None else out
-        y = self._check_out(result, x)
+        y = check_out(result, x)
         ticket = Ticket(layer, result, (x, y))
         with self._failing():
             self._start(layer, x, ids, weights, y)
@@ -233,8 +228,8 @@ class ExpertScheduler:
             return
         most = self._runner.max_rows(top_k)
         if rows > most:  # nothing may run before all of the batch is known to be sound
-            self._check_ids(layer, ids)
-            x = _apart_from(x, y)
+            check_ids(layer, ids, self.store.layers[layer].num_experts)
+            x = apart_from(x, y)
         for start in range(0, rows, most):
             if start:
                 self._runner.finish()
@@ -246,7 +241,7 @@ class ExpertScheduler:
                 y.address + start * y.array.strides[0], y.array.strides[0], y.element,
             )  # fmt: skip
             if not self._runner.begin(step):
-                self._check_ids(layer, ids)
+                check_ids(layer, ids, self.store.layers[layer].num_experts)
 
     def hint(self, layer: int, expert_ids: Iterable[int]) -> int:
         """Say which experts of a layer are likely soon, most likely first.
@@ -267,7 +262,7 @@ class ExpertScheduler:
         num = self.store.layers[layer].num_experts
         for expert in ids:
             if not -1 <= expert <= num:
-                raise RoutingError(_bad_id(layer, expert, num, "hint"))
+                raise RoutingError(bad_id(layer, expert, num, "hint"))
         wanted = list(dict.fromkeys(e for e in ids if 0 <= e < num))
         if self._ticket is not None or not wanted:
             return 0
@@ -298,7 +293,7 @@ class ExpertScheduler:
         layer = self._check_layer(layer)
         num = self.store.layers[layer].num_experts
         if not 0 <= expert < num:
-            raise RoutingError(_bad_id(layer, expert, num, "story"))
+            raise RoutingError(bad_id(layer, expert, num, "story"))
         return self._runner.story(layer, expert)
 
     def _make_stats(self, totals: np.ndarray) -> Stats:
@@ -335,66 +330,16 @@ class ExpertScheduler:
             raise type(self._failure)(f"{self._failure} (the scheduler stopped then; make a new one)")
 
     def _check_layer(self, layer: int) -> int:
-        if isinstance(layer, bool) or not isinstance(layer, (int, np.integer)) or not 0 <= layer < self.store.num_layers:
+        if (
+            isinstance(layer, bool)
+            or not isinstance(layer, (int, np.integer))
+            or not 0 <= layer < self.store.num_layers
+        ):
             raise RoutingError(
                 f"layer: {layer!r}, but the store has layers 0 to {self.store.num_layers - 1}; pass the index "
                 "of the MoE layer, counted without dense layers"
             )
         return int(layer)
-
-    def _check_hidden(self, hidden: Any) -> HostView:
-        x = view_array(hidden, "hidden")
-        if x.element not in ELEMENTS:
-            raise ArrayTypeError(
-                f"hidden: dtype {x.element}, but float32, float16 or bfloat16 (NumPy: uint16) is needed; convert it"
-            )
-        rows_of(x, "hidden", self.store.hidden, "the store's hidden size")
-        return x
-
-    def _check_out(self, out: Any, x: HostView) -> HostView:
-        y = view_array(out, "out")
-        if y.element not in ELEMENTS:
-            raise ArrayTypeError(
-                f"out: dtype {y.element}, but float32, float16 or bfloat16 (NumPy: uint16) is needed"
-            )
-        if not y.array.flags.writeable:
-            raise ArrayError(
-                "out: the array is read-only, but the result is written there; pass a writable one"
-            )
-        rows, _ = rows_of(y, "out", self.store.hidden, "the store's hidden size")
-        if rows != len(x.array):
-            raise ArrayError(f"out: {rows} rows, but hidden has {len(x.array)}; give both the same number")
-        return y
-
-    def _check_routing(self, topk_ids: Any, topk_weights: Any, rows: int) -> tuple[np.ndarray, np.ndarray]:
-        ids = _view_or_list(topk_ids, "topk_ids", np.int64)
-        weights = _view_or_list(topk_weights, "topk_weights", np.float32)
-        if ids.array.dtype.kind not in "iu" or ids.is_bfloat16:
-            kind = "bfloat16" if ids.is_bfloat16 else ids.array.dtype
-            raise ArrayTypeError(f"topk_ids: dtype {kind}, but integers are needed; convert them")
-        if weights.array.dtype.name not in WEIGHT_ELEMENTS:
-            raise ArrayTypeError(
-                f"topk_weights: dtype {weights.array.dtype}, but floats are needed; convert them to float32"
-            )
-        for name, view in (("topk_ids", ids), ("topk_weights", weights)):
-            if view.array.ndim != 2 or len(view.array) != rows:
-                raise ArrayError(
-                    f"{name}: shape {view.array.shape}, but ({rows}, top_k) is needed: one row for each row of "
-                    "hidden"
-                )
-        if ids.array.shape != weights.array.shape:
-            raise ArrayError(
-                f"topk_weights: shape {weights.array.shape}, but topk_ids has {ids.array.shape}; both are "
-                "(rows, top_k)"
-            )
-        return ids.array, _as_float32(weights)
-
-    def _check_ids(self, layer: int, ids: np.ndarray) -> None:
-        num = self.store.layers[layer].num_experts
-        bad = (ids < -1) | (ids > num)
-        if bad.any():
-            row, rank = (int(i) for i in np.argwhere(bad)[0])
-            raise RoutingError(_bad_id(layer, int(ids[row, rank]), num, f"topk_ids[{row}, {rank}]"))
 
     @contextlib.contextmanager
     def _failing(self) -> Iterator[None]:
@@ -429,36 +374,6 @@ def _public_errors() -> Iterator[None]:
         raise WorkerError(str(error)) from error
 
 
-def _view_or_list(value: Any, name: str, dtype: type) -> HostView:
-    if isinstance(value, (list, tuple)):
-        try:
-            value = np.asarray(value)
-        except ValueError as error:
-            raise ArrayError(f"{name}: a list whose rows differ in length ({error}); pass (rows, top_k)") from None
-        if value.size == 0 or value.dtype.kind in "iuf" and np.dtype(dtype).kind == "f":
-            value = value.astype(dtype)
-    return view_array(value, name)
-
-
-def _apart_from(x: HostView, y: HostView) -> HostView:
-    """``x``, copied if writing rows of ``y`` could change rows of it that are read later."""
-    same_rows = x.address == y.address and x.array.strides == y.array.strides
-    return x if same_rows or not np.may_share_memory(x.array, y.array) else view_array(x.array.copy(), "hidden")
-
-
-def _as_float32(weights: HostView) -> np.ndarray:
-    if weights.array.dtype == np.uint16:
-        return (weights.array.astype(np.uint32) << 16).view(np.float32)
-    return weights.array
-
-
-def _bad_id(layer: int, expert: int, num: int, where: str) -> str:
-    return (
-        f"{where}: expert id {expert}, but layer {layer} has experts 0 to {num - 1} (-1 and {num} mean none); "
-        "check the router's output"
-    )
-
-
 def _inactive(config: Config, num_slots: int) -> dict[str, str]:
     """Lanes and features that do nothing, with the reason."""
     reasons = {}
@@ -473,6 +388,3 @@ def _inactive(config: Config, num_slots: int) -> dict[str, str]:
         reasons.setdefault("stream", "there are no slots to stream to")
     reasons["pinned"] = "the host device needs no pinned memory"
     return reasons
-
-
-__all__ = ["ConfigError", "ExpertScheduler", "Explanation", "Request", "Ticket"]
