@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
+from numba import typeof
 
 from trilane.config import Config
 from trilane.cost import Rates, make_rates
@@ -21,7 +22,7 @@ from trilane.cpu_kernels.activation import (
     RECORD_NBYTES,
 )
 from trilane.cpu_kernels.formats import BLOCK
-from trilane.cpu_kernels.host_device import HostDevice, PlayedRates
+from trilane.cpu_kernels.host_device import HostDevice, PlayedRates, set_flag
 from trilane.cpu_kernels.host_workspace import StepShape, make_workspace, rows_per_step
 from trilane.cpu_kernels.isa import available_isas
 from trilane.cpu_kernels.words import LinkJob, Piece
@@ -122,6 +123,24 @@ class HostRunner:
         self._fills: list[tuple[int, int]] = []
         self._reserve(FIRST_ROWS, 1)
         self.reset()
+        self._compile()
+
+    def _compile(self) -> None:
+        """Everything that runs later, now: no step waits for a compiler, and no interrupt hits one."""
+        run, state, geometry, experts = self._run, self.state, self.geometry, self.grouping.experts
+        for function, arguments in (
+            (group_step, (run,)),
+            (open_step, (run, self.rates[0])),
+            (finish_step, (run,)),
+            (close_step, (run,)),
+            (next_wave, (run, self.rates[0])),
+            (abandon_step, (state, geometry, 0, experts, 0, self._work)),
+            (plan_fills, (state, geometry, self.options, 0, experts, 0, 0, self._fill_work)),
+            (land_fill, (state, geometry, 0, 0)),
+            (drop_fill, (state, geometry, 0, 0)),
+            (set_flag, (0, 0)),
+        ):
+            function.compile(tuple(typeof(argument) for argument in arguments))
 
     # ----------------------------------------------------------------------------------------- memory
     def reset(self) -> None:

@@ -463,6 +463,25 @@ def test_more_shards_than_slots_are_streamed_in_waves(store, scheduler_of):
             scheduler.forward(0, X, IDS, WEIGHTS)
 
 
+def test_nothing_is_compiled_after_the_start(store, scheduler_of):
+    """Not in the first step, a large batch, a wave, a hint or a failure: they would take a second each."""
+    from trilane import host_run, host_runner
+
+    functions = [f for module in (host_run, host_runner) for f in vars(module).values() if hasattr(f, "signatures")]
+    scheduler = scheduler_of(store, cache={"slots": 2}, policy={"force": "stream"})
+    before = [len(function.signatures) for function in functions]
+    for rows in (1, 12):
+        scheduler.hint(0, [1, 2])
+        scheduler._runner.settle_fills(let_end=True)
+        scheduler.forward(0, *step_inputs(rows))
+    scheduler.hint(0, [3])
+    scheduler.submit(0, *step_inputs())
+    scheduler._ticket = None  # as an interrupt would leave it
+    scheduler.forward(1, *step_inputs())
+    assert [len(function.signatures) for function in functions] == before
+    assert {host_run.open_step, host_runner.plan_fills, host_runner.abandon_step} <= set(functions)
+
+
 # ---------------------------------------------------------------------------------------- no allocation
 @pytest.mark.parametrize("rows", [1, 3, 24])
 @pytest.mark.parametrize("fraction", [0.3, 1.0])
