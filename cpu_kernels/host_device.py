@@ -10,7 +10,6 @@ It runs job blocks (words.py) and knows nothing of how they came about.
 from __future__ import annotations
 
 import contextlib
-import os
 from dataclasses import dataclass, fields
 from typing import Any
 
@@ -102,7 +101,6 @@ class HostDevice:
         """Start the threads and compile what they run."""
         for lane in (self.team, self.link, self.device):
             lane.start()
-        self._keep_apart()
         self.addresses = {
             "TEAM": self.team.words,
             "LINK": self.link.words,
@@ -113,14 +111,6 @@ class HostDevice:
             "PUBLISH_TASK": publish_task().address,
             "COMBINE_TASK": combine_task().address,
         }
-
-    def _keep_apart(self) -> None:
-        """Let link and device have halves of the CPUs each: woken at once, they may else share one for a while."""
-        cpus, half = self.budget.allowed, len(self.budget.allowed) // 2
-        if half and hasattr(os, "sched_setaffinity"):
-            for lane, mine in ((self.device, cpus[:half]), (self.link, cpus[half:])):
-                with contextlib.suppress(OSError):
-                    os.sched_setaffinity(lane.native_ids()[0], mine)
 
     # ------------------------------------------------------------------------------------- many rows at once
     def publish(self, ws: Workspace, num_rows: int) -> None:

@@ -233,10 +233,6 @@ class WorkerTeam:
         for block in touch_blocks(address, nbytes, stripe_nbytes, self.num_threads):
             self._run_on_each(first_touch_task().address, block.ctypes.data, block)
 
-    def native_ids(self) -> tuple[int, ...]:
-        """The system's ids of the workers' threads, of those that have started."""
-        return tuple(thread.native_id for thread in self._threads if thread.native_id is not None)
-
     @property
     def abort_address(self) -> int:
         """Address of the word that is not 0 once the job in flight has failed; for ``wait_word`` in tasks."""
