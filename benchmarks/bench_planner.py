@@ -1,4 +1,4 @@
-"""How long `plan_layer` takes, compiled, in a loop without Python, on a full cache.
+"""How long `plan_step` takes, compiled into a loop without Python, on a full cache.
 
 Method: each plan is timed by the monotonic clock (its own cost is shown and included); 20,000 plans after as many
 to warm up; p50 and p99; the median of five such runs. "cold" routing goes round all experts, so that nothing hits
@@ -18,7 +18,7 @@ from trilane.cost import make_rates
 from trilane.cpu_kernels.atomics import mono_ns
 from trilane.expert import decision, make_geometry
 from trilane.plan import NUM_MISSING, make_options, make_work
-from trilane.planner import plan_layer
+from trilane.planner import plan_step
 from trilane.probes.machine import describe_machine
 from trilane.state import EVICTIONS, check, make_state
 
@@ -35,8 +35,8 @@ def time_plans(state, geometry, rates, options, ids, rows, work, elapsed_ns):
     missing = 0
     for k in range(ids.shape[0]):
         start = mono_ns()
-        plan_layer(state, geometry, rates, options, k % geometry.num_layers, ids[k], rows, ids.shape[1],
-                   state.clock[0] + 1, work)
+        plan_step(state, geometry, rates, options, k % geometry.num_layers, ids[k], rows, ids.shape[1],
+                   state.clock[0] + 1, False, work)
         elapsed_ns[k] = mono_ns() - start
         missing += work.counts[NUM_MISSING]
     return missing

@@ -86,8 +86,9 @@ def count_use(state, expert):
 
 @decision(inline=True)
 def _before(score, a, b):
-    """Whether expert ``a`` loses its slots before ``b``."""
-    return score[a] < score[b] or (score[a] == score[b] and a < b)
+    """Whether expert ``a`` loses its slots before ``b`` (without branches: they could not be predicted)."""
+    x, y = score[a], score[b]
+    return (x < y) | ((x == y) & (a < b))
 
 
 @decision
@@ -110,8 +111,8 @@ def _sift_down(heap, heap_pos, score, first, size, i):
     expert = heap[first + i]
     while 2 * i + 1 < size:
         down = 2 * i + 1
-        if down + 1 < size and _before(score, heap[first + down + 1], heap[first + down]):
-            down += 1
+        if down + 1 < size:
+            down += int(_before(score, heap[first + down + 1], heap[first + down]))
         below = heap[first + down]
         if not _before(score, below, expert):
             break

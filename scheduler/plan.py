@@ -78,15 +78,16 @@ class Work(NamedTuple):
         At the first shard of each copy, how many neighbouring shards it moves to neighbouring slots; else 0.
     counts : int64 (16,)
         Shards by lane, then NUM_UNPLACED, NUM_COPIES, NUM_FILLS, NUM_EVICTIONS, NUM_MISSING.
-    lane_nbytes, lane_row_nbytes : int64 (4,)
+    lane_nbytes, lane_row_nbytes : float64 (4,)
         Bytes, and rows x bytes, by lane.
     predicted_us : float64 (8,)
         By `cost.TERM_NAMES`.
     fill_shard, fill_slot, fill_victim : int64, int32, int64
         What the last `plan_fills` reserved.
 
-    The others are scratch: what hits holds (bytes, rows x bytes), by expert (reuse, order, missing, refused), by missing shard in link order (index,
-    side), sums over prefixes of that order (nbytes, row_nbytes, runs), and by subset.
+    The others are scratch: what hits holds (bytes, rows x bytes); by expert (reuse, order, missing, refused); by
+    missing shard in link order (index, who: the how-manieth expert, shard: its key, side); sums over prefixes of
+    that order (nbytes, row_nbytes, runs); by subset.
     """
 
     lane: NDArray[np.int8]
@@ -94,23 +95,26 @@ class Work(NamedTuple):
     victim: NDArray[np.int64]
     run: NDArray[np.int32]
     counts: NDArray[np.int64]
-    lane_nbytes: NDArray[np.int64]
-    lane_row_nbytes: NDArray[np.int64]
+    lane_nbytes: NDArray[np.float64]
+    lane_row_nbytes: NDArray[np.float64]
     predicted_us: NDArray[np.float64]
     fill_shard: NDArray[np.int64]
     fill_slot: NDArray[np.int32]
     fill_victim: NDArray[np.int64]
-    hits: NDArray[np.int64]
+    num_hits: NDArray[np.int64]
+    hits: NDArray[np.float64]
     reuse: NDArray[np.float64]
     order: NDArray[np.int32]
     missing: NDArray[np.int32]
     refused: NDArray[np.uint8]
     index: NDArray[np.int32]
+    who: NDArray[np.int32]
+    shard: NDArray[np.int64]
     side: NDArray[np.int8]
-    nbytes: NDArray[np.int64]
-    row_nbytes: NDArray[np.int64]
-    runs: NDArray[np.int64]
-    subset: NDArray[np.int64]
+    nbytes: NDArray[np.float64]
+    row_nbytes: NDArray[np.float64]
+    runs: NDArray[np.float64]
+    subset: NDArray[np.float64]
 
 
 def make_work(geometry: Geometry, max_experts: int | None = None) -> Work:
@@ -123,23 +127,26 @@ def make_work(geometry: Geometry, max_experts: int | None = None) -> Work:
         victim=np.zeros(size, np.int64),
         run=np.zeros(size, np.int32),
         counts=np.zeros(16, np.int64),
-        lane_nbytes=np.zeros(4, np.int64),
-        lane_row_nbytes=np.zeros(4, np.int64),
+        lane_nbytes=np.zeros(4, np.float64),
+        lane_row_nbytes=np.zeros(4, np.float64),
         predicted_us=np.zeros(NUM_TERMS, np.float64),
         fill_shard=np.zeros(size, np.int64),
         fill_slot=np.zeros(size, np.int32),
         fill_victim=np.zeros(size, np.int64),
-        hits=np.zeros(2, np.int64),
+        num_hits=np.zeros(1, np.int64),
+        hits=np.zeros(2, np.float64),
         reuse=np.zeros(most, np.float64),
         order=np.zeros(most, np.int32),
         missing=np.zeros(most, np.int32),
         refused=np.zeros(most, np.uint8),
         index=np.zeros(size, np.int32),
+        who=np.zeros(size, np.int32),
+        shard=np.zeros(size, np.int64),
         side=np.zeros(size, np.int8),
-        nbytes=np.zeros(size + 1, np.int64),
-        row_nbytes=np.zeros(size + 1, np.int64),
-        runs=np.zeros(size + 1, np.int64),
-        subset=np.zeros((4, 1 << EXHAUSTIVE_SHARDS), np.int64),
+        nbytes=np.zeros(size + 1, np.float64),
+        row_nbytes=np.zeros(size + 1, np.float64),
+        runs=np.zeros(size + 1, np.float64),
+        subset=np.zeros((4, 1 << EXHAUSTIVE_SHARDS), np.float64),
     )
 
 
@@ -172,12 +179,12 @@ def single_lane_us(geometry: Geometry, rates: Rates, layer: int, rows: NDArray[n
     sizes = np.broadcast_to(geometry.shard_nbytes[layer, : lane.shape[1]], lane.shape)
     row_sizes = sizes * np.asarray(rows[:num_experts], np.int64)[:, None]
     hit, miss = lane == HIT, lane > HIT
-    runs = int((miss & ~np.pad(miss, ((0, 0), (1, 0)))[:, :-1]).sum())
-    hits = int(sizes[hit].sum()), int(row_sizes[hit].sum())
-    load = int(sizes[miss].sum()), int(row_sizes[miss].sum())
-    count, none = int(miss.sum()), (0, 0, 0)
+    runs = float((miss & ~np.pad(miss, ((0, 0), (1, 0)))[:, :-1]).sum())
+    hits = float(sizes[hit].sum()), float(row_sizes[hit].sum())
+    load = float(sizes[miss].sum()), float(row_sizes[miss].sum())
+    count, none = int(miss.sum()), (0, 0.0, 0.0)
     return {
         LANE_NAMES[STREAM]: float(step_us(rates, Loads(*hits, runs, *load, *none, *none))),
-        LANE_NAMES[ZERO_COPY]: float(step_us(rates, Loads(*hits, *none, count, *load, *none))),
-        LANE_NAMES[CPU]: float(step_us(rates, Loads(*hits, *none, *none, count, *load))),
+        LANE_NAMES[ZERO_COPY]: float(step_us(rates, Loads(*hits, 0.0, *none[1:], count, *load, *none))),
+        LANE_NAMES[CPU]: float(step_us(rates, Loads(*hits, 0.0, *none[1:], *none, count, *load))),
     }

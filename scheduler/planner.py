@@ -26,7 +26,7 @@ def plan_layer(state, geometry, rates, options, layer, experts, rows, num_expert
     experts, rows : int32 (at least num_experts,)
         The unique routed experts of the layer, and how many rows each has.
     clock : int
-        Running count of layer-steps, never falling.
+        Running count of layer-steps, never falling; a negative one stands for `plan_wave`.
 
     Returns
     -------
@@ -39,11 +39,46 @@ def plan_layer(state, geometry, rates, options, layer, experts, rows, num_expert
     The step's experts are no victims until `release_step` or the next plan. A plan's fills may be written when the
     step before has read its slots, so steps run in the order of their plans.
     """
-    release_step(state, geometry)
-    advance_clock(state, clock)
+    return plan_step(state, geometry, rates, options, layer, experts, rows, num_experts, clock, clock < 0, work)
+
+
+@decision
+def plan_wave(state, geometry, rates, options, layer, experts, rows, num_experts, work):
+    """Plan what the plan in ``work`` left UNPLACED, once the slots of its wave have been read.
+
+    Shards of earlier waves become SKIP and may lose their slots; one whose background fill landed since is a HIT.
+    Returns what is still UNPLACED.
+    """
+    wave = -1 - num_experts  # a variable: numba would compile `plan_layer` once more for a literal
+    return plan_layer(state, geometry, rates, options, layer, experts, rows, num_experts, wave, work)
+
+
+@decision(inline=True)
+def plan_step(state, geometry, rates, options, layer, experts, rows, num_experts, clock, is_wave, work):
+    """`plan_layer`, or `plan_wave` if ``is_wave``, for compiled loops.
+
+    Inlined, since handing some fifty arrays over takes longer than the split itself. Call it at one place, with a
+    variable ``is_wave``: each call compiles it again, for tens of seconds.
+    """
     step = Step(layer, experts, rows, num_experts)
-    _look_up(state, geometry, step, work)
-    return _plan_missing(state, geometry, rates, options, step, work)
+    release_step(state, geometry)
+    if is_wave:
+        _look_again(state, geometry, step, work)
+    else:
+        advance_clock(state, clock)
+        _look_up(state, geometry, step, work)
+    missing = _clear_counts(geometry, step, work)
+    if missing > 0:
+        choose_split(state, geometry, rates, options, step, work)
+        _take_slots(state, geometry, options, step, work)
+        _fill_slots(state, geometry, step, work)
+    counts, nbytes, row_nbytes = work.counts, work.lane_nbytes, work.lane_row_nbytes
+    counts[NUM_UNPLACED] = missing - counts[STREAM] - counts[ZERO_COPY] - counts[CPU]
+    loads = Loads(nbytes[HIT], row_nbytes[HIT], float(counts[NUM_COPIES]), nbytes[STREAM], row_nbytes[STREAM],
+                  counts[ZERO_COPY], nbytes[ZERO_COPY], row_nbytes[ZERO_COPY],
+                  counts[CPU], nbytes[CPU], row_nbytes[CPU])
+    write_terms(rates, loads, work.predicted_us)
+    return counts[NUM_UNPLACED]
 
 
 @decision(inline=True)
@@ -53,7 +88,8 @@ def _look_up(state, geometry, step, work):
     num_shards = geometry.num_shards[layer]
     first = geometry.first_expert[layer]
     count = geometry.first_expert[layer + 1] - first
-    nbytes = row_nbytes = 0
+    num_hits = 0
+    nbytes = row_nbytes = 0.0
     for i in range(step.num_experts):
         if step.experts[i] < 0 or step.experts[i] >= count:
             raise ValueError("an expert id is outside its layer: drop skipped ids before planning")
@@ -69,11 +105,12 @@ def _look_up(state, geometry, step, work):
                   max(slot, -1))
             if slot >= 0:
                 missing -= 1
+                num_hits += 1
                 nbytes += geometry.shard_nbytes[layer, j]
                 row_nbytes += geometry.shard_nbytes[layer, j] * step.rows[i]
         work.missing[i] = missing
-    work.hits[0] = nbytes
-    work.hits[1] = row_nbytes
+    work.num_hits[0] = num_hits
+    work.hits[0], work.hits[1] = nbytes, row_nbytes
 
 
 @decision(inline=True)
@@ -84,49 +121,52 @@ def _mark(lanes, slots, victims, runs, at, lane, slot):
     runs[at] = 0
 
 
-@decision
-def _plan_missing(state, geometry, rates, options, step, work):
-    """Split what is UNPLACED, take slots for it, and tally the plan."""
+@decision(inline=True)
+def _clear_counts(geometry, step, work):
+    """Begin the counts with the hits; returns how many shards are missing."""
     missing = 0
     for i in range(step.num_experts):
         missing += work.missing[i]
+    for k in range(NUM_MISSING):
+        work.counts[k] = 0
+    for lane in range(4):
+        work.lane_nbytes[lane] = work.lane_row_nbytes[lane] = 0.0
     work.counts[NUM_MISSING] = missing
-    if missing > 0:
-        choose_split(state, geometry, rates, options, step, work)
-        _take_slots(state, geometry, options, step, work)
-        _fill_slots(state, geometry, step, work)
-    write_terms(rates, _tally(geometry, step, work), work.predicted_us)
-    return work.counts[NUM_UNPLACED]
+    work.counts[HIT] = work.num_hits[0]
+    work.lane_nbytes[HIT], work.lane_row_nbytes[HIT] = work.hits[0], work.hits[1]
+    return missing
 
 
 @decision(inline=True)
 def _take_slots(state, geometry, options, step, work):
     """Follow the split in link order; what is refused a slot falls back to a lane that needs none."""
     layer = step.layer
-    num_shards = geometry.num_shards[layer]
+    first_expert = geometry.first_expert[layer]
+    pool = state.pool_of[layer]
     for k in range(work.counts[NUM_MISSING]):
         at = work.index[k]
         lane = work.side[k]
+        if lane == STREAM or (lane == ZERO_COPY and options.fills):
+            expert = first_expert + step.experts[work.who[k]]
+            if _may_fill(state, options, pool, expert, work.shard[k]):
+                work.slot[at], work.victim[at] = take_slot(state, geometry, pool)
+                work.counts[NUM_FILLS] += 1
+                work.counts[NUM_EVICTIONS] += work.victim[at] >= 0
+            elif lane == STREAM:
+                lane = _without_slot(options)
         work.lane[at] = lane
-        if lane != STREAM and (lane != ZERO_COPY or not options.fills):
-            continue
-        id_ = step.experts[at // num_shards]
-        shard = geometry.first_shard[layer] + id_ * num_shards + at % num_shards
-        if _may_fill(state, geometry, options, layer, geometry.first_expert[layer] + id_, shard):
-            slot, victim = take_slot(state, geometry, state.pool_of[layer])
-            work.slot[at] = slot
-            work.victim[at] = victim
-        elif lane == STREAM:
-            work.lane[at] = _without_slot(options)
+        if lane >= 0:
+            work.counts[lane] += 1
+            work.lane_nbytes[lane] += work.nbytes[k + 1] - work.nbytes[k]
+            work.lane_row_nbytes[lane] += work.row_nbytes[k + 1] - work.row_nbytes[k]
 
 
 @decision(inline=True)
-def _may_fill(state, geometry, options, layer, expert, shard):
+def _may_fill(state, options, pool, expert, shard):
     """Whether a slot can be had, the shard is not being filled already, and admission agrees."""
-    price = slot_price(state, state.pool_of[layer])
-    if price == NO_PRICE or state.slot_of[shard] < -1:
+    if state.slot_of[shard] < -1 or (state.num_free[pool] == 0 and state.heap_size[pool] == 0):
         return False
-    return not options.admit_by_score or options.lanes == 1 << STREAM or state.score[expert] >= price
+    return not options.admit_by_score or options.lanes == 1 << STREAM or state.score[expert] >= slot_price(state, pool)
 
 
 @decision(inline=True)
@@ -153,14 +193,15 @@ def _fill_slots(state, geometry, step, work):
             lane = work.lane[at]
             if lane == STREAM and (j == 0 or work.lane[at - 1] != STREAM):
                 _sort_slots(work.lane, work.slot, work.victim, at, (i + 1) * num_shards)
-            if (lane == STREAM or lane == ZERO_COPY) and work.slot[at] >= 0:
-                fill_slot(state, work.slot[at], key + j, expert)
+            slot = work.slot[at]
+            if slot >= 0 and (lane == STREAM or lane == ZERO_COPY):
+                fill_slot(state, slot, key + j, expert)
             if lane != STREAM:
                 start = -1
                 continue
-            if (start < 0 or work.slot[at] != work.slot[at - 1] + 1
-                    or geometry.shard_nbytes[layer, j - 1] != slot_nbytes):
+            if start < 0 or slot != work.slot[at - 1] + 1 or geometry.shard_nbytes[layer, j - 1] != slot_nbytes:
                 start = at
+                work.counts[NUM_COPIES] += 1
             work.run[start] += 1
 
 
@@ -187,74 +228,38 @@ def _sort_slots(lanes, slots, victims, start, end):
         slots[to], victims[to] = slot, victim
 
 
-@decision
-def _tally(geometry, step, work):
-    """Count the plan into ``work``; return what each lane got."""
-    counts, nbytes, row_nbytes = work.counts, work.lane_nbytes, work.lane_row_nbytes
-    for k in range(NUM_MISSING):
-        counts[k] = 0
-    for lane in range(4):
-        nbytes[lane] = row_nbytes[lane] = 0
-    num_shards = geometry.num_shards[step.layer]
+@decision(inline=True)
+def _look_again(state, geometry, step, work):
+    """Mark what is done SKIP, and HIT where a fill landed since; hold the experts which take part in this wave."""
+    layer = step.layer
+    num_shards = geometry.num_shards[layer]
+    num_hits = 0
+    nbytes = row_nbytes = 0.0
     for i in range(step.num_experts):
-        rows = step.rows[i]
+        key = geometry.first_shard[layer] + step.experts[i] * num_shards
+        takes_part = False
+        missing = 0
         for j in range(num_shards):
             at = i * num_shards + j
-            lane = work.lane[at]
-            if lane < 0:
-                counts[NUM_UNPLACED] += lane == UNPLACED
+            slot = state.slot_of[key + j]
+            if work.lane[at] != UNPLACED:
+                _mark(work.lane, work.slot, work.victim, work.run, at, SKIP, -1)
                 continue
-            size = geometry.shard_nbytes[step.layer, j]
-            counts[lane] += 1
-            nbytes[lane] += size
-            row_nbytes[lane] += size * rows
-            counts[NUM_COPIES] += work.run[at] > 0
-            counts[NUM_FILLS] += lane != HIT and work.slot[at] >= 0
-            counts[NUM_EVICTIONS] += work.victim[at] >= 0
-    return Loads(nbytes[HIT], row_nbytes[HIT], counts[NUM_COPIES], nbytes[STREAM], row_nbytes[STREAM],
-                 counts[ZERO_COPY], nbytes[ZERO_COPY], row_nbytes[ZERO_COPY],
-                 counts[CPU], nbytes[CPU], row_nbytes[CPU])
-
-
-@decision
-def plan_wave(state, geometry, rates, options, layer, experts, rows, num_experts, work):
-    """Plan what the plan in ``work`` left UNPLACED, once the slots of its wave have been read.
-
-    Shards of earlier waves become SKIP and may lose their slots; one whose background fill landed since is a HIT.
-    Returns what is still UNPLACED.
-    """
-    step = Step(layer, experts, rows, num_experts)
-    release_step(state, geometry)
-    work.hits[:] = 0
-    for i in range(num_experts):
-        if _look_again(state, geometry, step, i, work):
-            hold_expert(state, state.pool_of[layer], geometry.first_expert[layer] + experts[i])
+            takes_part = True
+            if slot < 0:
+                missing += 1
+                continue
+            _mark(work.lane, work.slot, work.victim, work.run, at, HIT, slot)
+            num_hits += 1
+            nbytes += geometry.shard_nbytes[layer, j]
+            row_nbytes += geometry.shard_nbytes[layer, j] * step.rows[i]
+        work.missing[i] = missing
+        if takes_part:
+            hold_expert(state, state.pool_of[layer], geometry.first_expert[layer] + step.experts[i])
+    work.num_hits[0] = num_hits
+    work.hits[0], work.hits[1] = nbytes, row_nbytes
     if slot_price(state, state.pool_of[layer]) == NO_PRICE:
         _empty_done(state, geometry, step, work)
-    return _plan_missing(state, geometry, rates, options, step, work)
-
-
-@decision(inline=True)
-def _look_again(state, geometry, step, i, work):
-    """Mark what is done SKIP, and HIT where a fill landed since; whether the expert has any part in this wave."""
-    num_shards = geometry.num_shards[step.layer]
-    key = geometry.first_shard[step.layer] + step.experts[i] * num_shards
-    work.missing[i] = 0
-    takes_part = False
-    for j in range(num_shards):
-        at = i * num_shards + j
-        wanted = work.lane[at] == UNPLACED
-        slot = state.slot_of[key + j]
-        takes_part |= wanted
-        if not wanted:
-            _mark(work.lane, work.slot, work.victim, work.run, at, SKIP, -1)
-        elif slot < 0:
-            work.missing[i] += 1
-        else:
-            _mark(work.lane, work.slot, work.victim, work.run, at, HIT, slot)
-            work.hits[0] += geometry.shard_nbytes[step.layer, j]
-            work.hits[1] += geometry.shard_nbytes[step.layer, j] * step.rows[i]
-    return takes_part
 
 
 @decision(inline=True)

@@ -24,30 +24,32 @@ def slot_price(state, pool):
     return NO_PRICE
 
 
-@decision
+@decision(inline=True)
 def take_slot(state, geometry, pool):
     """A slot, and the shard that lost it (-1: it was free). Only where `slot_price` is finite."""
     if state.num_free[pool] > 0:
         state.num_free[pool] -= 1
         return int(state.free[state.first_slot[pool] + state.num_free[pool]]), -1
     expert = int(state.heap[state.first_heap[pool]])
-    shard = _last_resident_shard(state, geometry, expert)
+    shard = _shard_to_lose(state, geometry, expert)
     slot = int(state.slot_of[shard])
     state.slot_of[shard] = -1
-    state.owner[slot] = -1
-    state.resident[expert] -= 1
-    if state.resident[expert] == 0:
+    left = state.resident[expert] - 1
+    state.resident[expert] = left
+    if left == 0:
         remove_expert(state, pool, expert)
     return slot, shard
 
 
 @decision(inline=True)
-def _last_resident_shard(state, geometry, expert):
-    """Last shards go first: what stays is a run from shard 0, and what must be fetched is one run too."""
-    first = int(first_shard_of(geometry, expert))
-    shard = first + int(geometry.num_shards[geometry.layer_of[expert]]) - 1
+def _shard_to_lose(state, geometry, expert):
+    """The last shard, where shards lie as a run from shard 0; so what stays, and what must be fetched, are runs.
+
+    Of ``n`` resident shards one lies at ``n - 1`` or above: in such a run just there, else not far.
+    """
+    shard = int(first_shard_of(geometry, expert)) + int(state.resident[expert]) - 1
     while state.slot_of[shard] < 0:
-        shard -= 1
+        shard += 1
     return shard
 
 

@@ -13,7 +13,7 @@ cost, and a rate that does not fall with more in flight): a sum of concave funct
 With unequal bytes (a short last shard) or rows, up to EXHAUSTIVE_SHARDS missing shards are split by trying all
 subsets. Above, the scan stays; with one row each it is within one shard's cost of the best split: the bytes of
 any optimum lie between those of two neighbouring prefixes. Above COARSE_SHARDS the scan strides and refines
-around its best, which loses at most a stride of shards.
+around its best, which loses at most a stride of shards (nothing where the cost has one valley).
 
 Among splits of nearly the same time (``slack_runs`` copies' fixed cost) the one wins which gives the link the
 experts with most expected reuse, since what crosses the link can stay. Residency is read here, never written.
@@ -32,7 +32,7 @@ from trilane.plan import EXHAUSTIVE_SHARDS, NUM_MISSING
 from trilane.residency import slot_price
 from trilane.state import HELD
 
-COARSE_SHARDS = 32
+COARSE_SHARDS = 16
 INFINITE = float("inf")
 
 
@@ -59,19 +59,25 @@ def choose_split(state, geometry, rates, options, step, work):
     slack = options.slack_runs * rates.run_fix_us
     best = INFINITE
     streamed = linked = limit = 0
-    for longest_first in range(2):
-        limit = list_missing(state, geometry, step, work, slots, longest_first)
-        us, by_stream, by_link = scan_prefixes(rates, options, work, total, limit)
-        if longest_first == 0 or us < best - slack:
+    for attempt in range(3):  # by reuse; longest runs first; by reuse again, if that had not been bettered
+        limit = _list_missing(state, geometry, step, work, slots, attempt == 1)
+        if attempt == 2:
+            break
+        us, by_stream, by_link = _scan_prefixes(
+            rates, options, work.hits, work.nbytes, work.row_nbytes, work.runs, total, limit)
+        better = attempt == 0 or us < best - slack
+        if better:
             best, streamed, linked = us, by_stream, by_link
-        elif longest_first == 1:
-            list_missing(state, geometry, step, work, slots, longest_first - 1)
-        if not allows(options, STREAM) or rates.run_fix_us == 0.0 or _runs_equal(step, work):
+        if attempt == 0:
+            if not allows(options, STREAM) or rates.run_fix_us == 0.0 or _runs_equal(step, work):
+                break
+        elif better:
             break
     _write_prefix(options, work, total, streamed, linked)
     if total <= EXHAUSTIVE_SHARDS and (limit == total or not allows(options, STREAM)):
         if not _all_equal(geometry, step, work):
-            us, subset, lane = try_subsets(rates, options, work, total)
+            us, subset, lane = try_subsets(
+                rates, options, work.hits, work.nbytes, work.row_nbytes, work.runs, work.subset, total)
             if us < best - slack:
                 _write_subset(work, total, subset, lane)
 
@@ -99,8 +105,8 @@ def _all_equal(geometry, step, work):
     return True
 
 
-@decision
-def list_missing(state, geometry, step, work, slots, longest_first):
+@decision(inline=True)
+def _list_missing(state, geometry, step, work, slots, longest_first):
     """Put the missing shards in link order, with running sums; return how many of them may be streamed.
 
     Shards that may not be streamed (a background fill is under way, or admission refuses) come last; ``slots``
@@ -117,33 +123,34 @@ def list_missing(state, geometry, step, work, slots, longest_first):
     return min(streamable, slots)
 
 
-@decision
+@decision(inline=True)
 def _append_missing(state, geometry, step, work, blocked, count):
     """List the missing shards that are (not) blocked, expert by expert; return the new count."""
-    slot_of, lane, index = state.slot_of, work.lane, work.index
+    slot_of, lane, index, who, shards = state.slot_of, work.lane, work.index, work.who, work.shard
     nbytes, row_nbytes, runs = work.nbytes, work.row_nbytes, work.runs
-    sizes = geometry.shard_nbytes
     layer = step.layer
     num_shards = geometry.num_shards[layer]
-    first = geometry.first_shard[layer]
-    previous = -2
+    sum_nbytes, sum_row_nbytes, sum_runs = nbytes[count], row_nbytes[count], runs[count]
     for k in range(step.num_experts):
         i = work.order[k]
         if work.missing[i] == 0:
             break
-        key = first + step.experts[i] * num_shards
-        rows = step.rows[i]
+        key = geometry.first_shard[layer] + step.experts[i] * num_shards
+        rows = float(step.rows[i])
         refused = work.refused[i] != 0
+        previous = -2
         for j in range(num_shards):
             at = i * num_shards + j
             if lane[at] != UNPLACED or (refused or slot_of[key + j] < -1) != (blocked == 1):
                 continue
-            index[count] = at
-            nbytes[count + 1] = nbytes[count] + sizes[layer, j]
-            row_nbytes[count + 1] = row_nbytes[count] + sizes[layer, j] * rows
-            runs[count + 1] = runs[count] + (at != previous + 1 or j == 0)
-            previous = at
+            index[count], who[count], shards[count] = at, i, key + j
             count += 1
+            size = float(geometry.shard_nbytes[layer, j])
+            sum_nbytes += size
+            sum_row_nbytes += size * rows
+            sum_runs += 1.0 if j != previous + 1 else 0.0
+            nbytes[count], row_nbytes[count], runs[count] = sum_nbytes, sum_row_nbytes, sum_runs
+            previous = j
     return count
 
 
@@ -207,41 +214,45 @@ def _prefix_us(rates, hits, nbytes, rows, runs, total, streamed, linked):
         total - linked, nbytes[total] - nbytes[linked], rows[total] - rows[linked]))
 
 
-@decision
-def scan_prefixes(rates, options, work, total, limit):
+@decision(inline=True)
+def _scan_prefixes(rates, options, hits, nbytes, rows, runs, total, limit):
     """(cost, streamed, linked) of the cheapest prefix split; ties give the link more."""
-    hits, nbytes, rows, runs = work.hits, work.nbytes, work.row_nbytes, work.runs
     if options.lanes == 1 << STREAM:
         return _prefix_us(rates, hits, nbytes, rows, runs, limit, limit, limit), limit, limit
+    best, streamed, linked = INFINITE, -1, -1
     low, high = 0, total
     stride = (total + COARSE_SHARDS - 1) // COARSE_SHARDS
     while True:
-        best, streamed, linked = _scan_range(rates, options, hits, nbytes, rows, runs, total, limit, low, high, stride)
+        us, by_stream, by_link = _scan_range(
+            rates, options, hits, nbytes, rows, runs, total, limit, low, high, stride, best)
+        if by_link >= 0 and (us < best or linked < 0):
+            best, streamed, linked = us, by_stream, by_link
         if stride == 1:
             return best, streamed, linked
-        low, high, stride = max(0, linked - stride), min(total, linked + stride), 1
+        low, high, stride = max(0, linked - stride + 1), min(total, linked + stride - 1), 1
 
 
 @decision
-def _scan_range(rates, options, hits, nbytes, rows, runs, total, limit, low, high, stride):
-    """Scan prefix lengths from ``high`` down, every ``stride``-th and ``low`` itself.
+def _scan_range(rates, options, hits, nbytes, rows, runs, total, limit, low, high, stride, known):
+    """(cost, streamed, linked) of prefixes from ``high`` down, every ``stride``-th and ``low`` itself.
 
-    A shorter prefix only adds to the CPU, so the scan ends where the CPU alone takes as long as the best.
+    The lengths are -1 if none is below the ``known`` cost. A shorter prefix only adds to the CPU, so the scan ends
+    where the CPU alone takes as long as the best.
     """
     fixed = rates.step_fix_us + rates.miss_fix_us
-    best = INFINITE
+    best = known
     best_streamed = best_linked = -1
     length = high
     while length >= low and (length == total or allows(options, CPU)):
         on_cpu = cpu_us(rates, total - length, nbytes[total] - nbytes[length], rows[total] - rows[length])
-        if best_linked >= 0 and fixed + on_cpu >= best:
+        if fixed + on_cpu >= best and (best_linked >= 0 or known < INFINITE):
             break
         for use_stream in range(1, -1, -1):
             streamed = min(length, limit) if use_stream else 0
             if (use_stream and not allows(options, STREAM)) or (streamed < length and not allows(options, ZERO_COPY)):
                 continue
             us = _prefix_us(rates, hits, nbytes, rows, runs, total, streamed, length)
-            if us < best or best_linked < 0:
+            if us < best or (best_linked < 0 and known == INFINITE):
                 best, best_streamed, best_linked = us, streamed, length
         length = length - stride if length == low or length - stride >= low else low
     return best, best_streamed, best_linked
@@ -255,13 +266,12 @@ def _write_prefix(options, work, total, streamed, linked):
 
 
 @decision
-def try_subsets(rates, options, work, total):
+def try_subsets(rates, options, hits, nbytes, rows, runs, sums, total):
     """(cost, subset, its lane) over all subsets for the link; bit ``total - 1 - i`` is shard ``i`` in link order.
 
     Larger numbers come first and ties keep the first, so that the link gets the shards with most reuse.
     """
-    nbytes, rows, sums = work.nbytes, work.row_nbytes, work.subset
-    _sum_subsets(nbytes, rows, work.runs, sums, total)
+    _sum_subsets(nbytes, rows, runs, sums, total)
     best = INFINITE
     best_subset, best_lane = -1, STREAM
     for subset in range((1 << total) - 1, -1, -1):
@@ -270,7 +280,7 @@ def try_subsets(rates, options, work, total):
         for lane in range(STREAM, ZERO_COPY + 1):
             if subset != 0 and not allows(options, lane):
                 continue
-            us = _subset_us(rates, work.hits, nbytes[total], rows[total], sums, total, subset, lane)
+            us = _subset_us(rates, hits, nbytes[total], rows[total], sums, total, subset, lane)
             if us < best or best_subset < 0:
                 best, best_subset, best_lane = us, subset, lane
     return best, best_subset, best_lane
@@ -280,7 +290,7 @@ def try_subsets(rates, options, work, total):
 def _sum_subsets(nbytes, rows, runs, sums, total):
     """Bytes, rows x bytes, runs and count of every subset, each from the one without its highest bit."""
     for k in range(4):
-        sums[k, 0] = 0
+        sums[k, 0] = 0.0
     for bit in range(total):
         i = total - 1 - bit
         joins = bit > 0 and runs[i + 2] == runs[i + 1]  # shard i + 1 continues shard i
@@ -288,18 +298,18 @@ def _sum_subsets(nbytes, rows, runs, sums, total):
             subset = rest | (1 << bit)
             sums[0, subset] = sums[0, rest] + nbytes[i + 1] - nbytes[i]
             sums[1, subset] = sums[1, rest] + rows[i + 1] - rows[i]
-            sums[2, subset] = sums[2, rest] + (0 if joins and (rest >> (bit - 1)) & 1 else 1)
-            sums[3, subset] = sums[3, rest] + 1
+            sums[2, subset] = sums[2, rest] + (0.0 if joins and (rest >> (bit - 1)) & 1 else 1.0)
+            sums[3, subset] = sums[3, rest] + 1.0
 
 
 @decision(inline=True)
 def _subset_us(rates, hits, nbytes, rows, sums, total, subset, lane):
-    size, row_size, count = sums[0, subset], sums[1, subset], sums[3, subset]
-    streams = 1 if lane == STREAM else 0
-    reads = 1 - streams
+    size, row_size, count = sums[0, subset], sums[1, subset], int(sums[3, subset])
+    streamed = lane == STREAM
     return step_us(rates, Loads(
-        hits[0], hits[1], streams * sums[2, subset], streams * size, streams * row_size,
-        reads * count, reads * size, reads * row_size, total - count, nbytes - size, rows - row_size))
+        hits[0], hits[1], sums[2, subset] if streamed else 0.0, size if streamed else 0.0,
+        row_size if streamed else 0.0, 0 if streamed else count, 0.0 if streamed else size,
+        0.0 if streamed else row_size, total - count, nbytes - size, rows - row_size))
 
 
 @decision(inline=True)
