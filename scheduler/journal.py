@@ -105,8 +105,10 @@ def write_plan(journal, geometry, layer, clock, experts, rows, num_experts, work
 @compiled
 def write_wave(journal, layer, num, work):
     """Add a further wave to the layer's last plan: what it placed, and its predicted times."""
-    journal.predicted_us[layer, :] += work.predicted_us
-    journal.counts[layer, :] += work.counts
+    for k in range(work.counts.size):  # loops: array expressions would allocate
+        journal.counts[layer, k] += work.counts[k]
+    for k in range(NUM_TERMS):
+        journal.predicted_us[layer, k] += work.predicted_us[k]
     for at in range(num):
         if work.lane[at] >= 0:
             journal.lane[layer, at] = work.lane[at]
