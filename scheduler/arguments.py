@@ -13,7 +13,7 @@ from trilane.arrays import HostView, rows_of, view_array
 from trilane.errors import ArrayError, ArrayTypeError, RoutingError
 
 ELEMENTS = ("f32", "f16", "bf16")
-WEIGHT_ELEMENTS = ("float32", "float16", "uint16", "float64")
+WEIGHT_DTYPES = {np.dtype(name) for name in ("float32", "float16", "uint16", "float64")}
 
 
 def check_hidden(hidden: Any, columns: int) -> HostView:
@@ -47,7 +47,7 @@ def check_routing(topk_ids: Any, topk_weights: Any, rows: int) -> tuple[np.ndarr
     if ids.array.dtype.kind not in "iu" or ids.is_bfloat16:
         kind = "bfloat16" if ids.is_bfloat16 else ids.array.dtype
         raise ArrayTypeError(f"topk_ids: dtype {kind}, but integers are needed; convert them")
-    if weights.array.dtype.name not in WEIGHT_ELEMENTS:
+    if weights.array.dtype not in WEIGHT_DTYPES:
         raise ArrayTypeError(
             f"topk_weights: dtype {weights.array.dtype}, but floats are needed; convert them to float32"
         )

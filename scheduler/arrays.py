@@ -14,7 +14,7 @@ import numpy as np
 
 from trilane.errors import ArrayError, ArrayTypeError
 
-FLOAT_NAMES = {"float32": "f32", "float16": "f16", "uint16": "bf16", "bfloat16": "bf16"}
+ELEMENT_OF = {np.dtype(np.float32): "f32", np.dtype(np.float16): "f16", np.dtype(np.uint16): "bf16"}
 
 
 @dataclass(frozen=True)
@@ -28,7 +28,7 @@ class HostView:
 
     @property
     def address(self) -> int:
-        return int(self.array.ctypes.data)
+        return int(self.array.__array_interface__["data"][0])
 
 
 def view_array(value: Any, name: str) -> HostView:
@@ -67,7 +67,7 @@ def view_array(value: Any, name: str) -> HostView:
 
 
 def _element(array: np.ndarray) -> str:
-    return FLOAT_NAMES.get(array.dtype.name, array.dtype.name)
+    return ELEMENT_OF.get(array.dtype) or array.dtype.name  # the name is slow to make
 
 
 def _view_dlpack(value: Any, name: str) -> HostView:

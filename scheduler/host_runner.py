@@ -50,6 +50,7 @@ from trilane.plan import Options, make_options, make_work
 from trilane.planner import abandon_step, plan_fills
 from trilane.residency import drop_fill, land_fill
 from trilane.routing import make_grouping
+from trilane.stash import Stash, on_stashes
 from trilane.state import make_state
 from trilane.stats import Total
 from trilane.store import ExpertStore
@@ -109,7 +110,7 @@ class HostRunner:
         self.tables = make_tables(store, self.device, isa)
         policy = config.policy
         self.options = make_options(policy.lanes, force=policy.force, admit=policy.admit, fills=policy.fills)
-        self.rates: list[Rates] = [make_rates()] * store.num_layers  # of a probe: every lane is forced there
+        self.rates = [make_rates()] * store.num_layers  # of a probe: every lane is forced there
         self._work, self._fill_work = make_work(self.geometry), make_work(self.geometry)
         self._step = np.zeros(Step.SIZE, np.int64)
         blocks = -(-store.hidden // BLOCK)
@@ -127,13 +128,18 @@ class HostRunner:
 
     def _compile(self) -> None:
         """Everything that runs later, now: no step waits for a compiler, and no interrupt hits one."""
-        run, state, geometry, experts = self._run, self.state, self.geometry, self.grouping.experts
+        state, geometry, experts = self.state, self.geometry, self.grouping.experts
+        run, rates = self._run.kind, self._rate_stashes[0].kind
+        self._group_step, self._finish_step, self._close_step = (
+            on_stashes(function, run) for function in (group_step, finish_step, close_step)
+        )
+        self._open_step, self._next_wave = (on_stashes(function, run, rates) for function in (open_step, next_wave))
         for function, arguments in (
-            (group_step, (run,)),
-            (open_step, (run, self.rates[0])),
-            (finish_step, (run,)),
-            (close_step, (run,)),
-            (next_wave, (run, self.rates[0])),
+            (self._group_step, (0,)),
+            (self._open_step, (0, 0)),
+            (self._finish_step, (0,)),
+            (self._close_step, (0,)),
+            (self._next_wave, (0, 0)),
             (abandon_step, (state, geometry, 0, experts, 0, self._work)),
             (plan_fills, (state, geometry, self.options, 0, experts, 0, 0, self._fill_work)),
             (land_fill, (state, geometry, 0, 0)),
@@ -162,15 +168,26 @@ class HostRunner:
 
     def _bind(self) -> None:
         """Put all arrays into the one argument of the compiled steps."""
-        self._run = HostStep(
+        held = HostStep(
             self.tables, self.ws, self.grouping, self._grouping_address, self.state, self.geometry, self.options,
             self._work, self.journal, self.totals, np.zeros(4, np.int64), self.lane_us, self._lanes, self._step,
         )  # fmt: skip
+        self._run = Stash(held)
+
+    @property
+    def rates(self) -> list[Rates]:
+        """The cost model's constants, by layer."""
+        return [stash.held for stash in self._rate_stashes]
+
+    @rates.setter
+    def rates(self, rates: Sequence[Rates]) -> None:
+        stashes = {id(one): Stash(one) for one in rates}  # layers of one kind share theirs
+        self._rate_stashes = [stashes[id(one)] for one in rates]
 
     def use_options(self, options: Options) -> Options:
         """Plan with other options from now on; those used before."""
         before, self.options = self.options, options
-        self._run = self._run._replace(options=options)
+        self._run = Stash(self._run.held._replace(options=options))
         return before
 
     def num_slots_of(self, layer: int) -> int:
@@ -214,13 +231,13 @@ class HostRunner:
             step.layer, step.num_rows, step.top_k, step.hidden, step.hidden_stride,
             ELEMENTS[step.hidden_element], step.out, step.out_stride, ELEMENTS[step.out_element],
         )  # fmt: skip
-        if group_step(self._run) < 0:
+        if self._group_step(self._run.address) < 0:
             return False
         self._open = True
         try:
             if step.num_rows > ROWS_IN_CALLER:
                 self.device.publish(self.ws, step.num_rows)
-            if open_step(self._run, self.rates[step.layer]) != DONE:
+            if self._open_step(self._run.address, self._rate_stashes[step.layer].address) != DONE:
                 self._raise_refusal()
         except BaseException:
             self._abandon()
@@ -230,7 +247,7 @@ class HostRunner:
     def finish(self) -> None:
         """Wait for the lanes, run further waves if the plan has them, combine into the output, account."""
         try:
-            while (status := finish_step(self._run)) not in (DONE, MANY_ROWS):
+            while (status := self._finish_step(self._run.address)) not in (DONE, MANY_ROWS):
                 if status == MORE_WAVES:
                     self._begin_wave()
                 else:
@@ -240,7 +257,7 @@ class HostRunner:
             raise
         if status == MANY_ROWS:
             self.device.combine(self.ws, int(self._step[Step.NUM_ROWS]))
-            close_step(self._run)
+            self._close_step(self._run.address)
         self._open = False
 
     @property
@@ -254,7 +271,8 @@ class HostRunner:
 
     def _begin_wave(self) -> None:
         waiting = int(self._step[Step.UNPLACED])
-        status = next_wave(self._run, self.rates[self._step[Step.LAYER]])
+        rates = self._rate_stashes[self._step[Step.LAYER]]
+        status = self._next_wave(self._run.address, rates.address)
         if status == FAILED:
             raise DeviceError(
                 f"layer {self._step[Step.LAYER]}: {waiting} shards find no slot among {self._num_slots} and only "

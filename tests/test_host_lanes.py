@@ -35,7 +35,7 @@ def run_plan(runner, layer, hidden, ids, weights, lanes, fill):
     step = StepInput(
         layer, *ids.shape, hidden.ctypes.data, hidden.strides[0], "f32", out.ctypes.data, out.strides[0], "f32"
     )
-    run, grouping, work = runner._run, runner.grouping, runner._work
+    run, grouping, work = runner._run.held, runner.grouping, runner._work
     run.step[Step.LAYER : Step.OUT_ELEMENT + 1] = [
         step.layer, step.num_rows, step.top_k, step.hidden, step.hidden_stride, 0, step.out, step.out_stride, 0,
     ]  # fmt: skip
@@ -123,7 +123,7 @@ def test_shards_are_cut_into_any_chunks(scheduler_of, up_chunks, down_chunks):
     runner.ws.parts[:] = np.nan
     tasks = int(team[TeamJob.NUM_SHARDS]) * (up_chunks + down_chunks)
     lane.run(runner.device.addresses["TEAM_TASK"], team.ctypes.data, tasks)
-    assert finish_step(runner._run) == DONE
+    assert finish_step(runner._run.held) == DONE
     assert_same_bits(out, expected(store, 0, x, ids, weights))
 
 
