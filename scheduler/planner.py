@@ -12,7 +12,7 @@ from trilane.cost import Loads, write_terms
 from trilane.eviction import advance_clock, count_hint, count_use, hold_expert, release_step, score_if_used
 from trilane.expert import CPU, HIT, SKIP, STREAM, UNPLACED, ZERO_COPY, decision
 from trilane.plan import NUM_COPIES, NUM_EVICTIONS, NUM_FILLS, NUM_MISSING, NUM_UNPLACED
-from trilane.residency import NO_PRICE, empty_slot, fill_slot, reserve_slot, slot_price, take_slot
+from trilane.residency import NO_PRICE, empty_slot, fill_slots, reserve_slot, slot_price, take_slots
 from trilane.split import Step, allows, choose_split
 
 
@@ -71,7 +71,6 @@ def plan_step(state, geometry, rates, options, layer, experts, rows, num_experts
     if missing > 0:
         choose_split(state, geometry, rates, options, step, work)
         _take_slots(state, geometry, options, step, work)
-        _fill_slots(state, geometry, step, work)
     counts, nbytes, row_nbytes = work.counts, work.lane_nbytes, work.lane_row_nbytes
     counts[NUM_UNPLACED] = missing - counts[STREAM] - counts[ZERO_COPY] - counts[CPU]
     loads = Loads(nbytes[HIT], row_nbytes[HIT], float(counts[NUM_COPIES]), nbytes[STREAM], row_nbytes[STREAM],
@@ -139,34 +138,62 @@ def _clear_counts(geometry, step, work):
 
 @decision(inline=True)
 def _take_slots(state, geometry, options, step, work):
-    """Follow the split in link order; what is refused a slot falls back to a lane that needs none."""
-    layer = step.layer
-    first_expert = geometry.first_expert[layer]
-    pool = state.pool_of[layer]
-    for k in range(work.counts[NUM_MISSING]):
-        at = work.index[k]
-        lane = work.side[k]
-        if lane == STREAM or (lane == ZERO_COPY and options.fills):
+    """Follow the split in link order, run by run; what is refused a slot falls back to a lane that needs none."""
+    total = work.counts[NUM_MISSING]
+    first_expert = geometry.first_expert[step.layer]
+    asks = options.admit_by_score and options.lanes != 1 << STREAM
+    k = 0
+    while k < total:
+        end = _run_end(state, work, k, total)
+        lane = int(work.side[k])
+        at, shard = int(work.index[k]), work.shard[k]
+        taken = 0
+        if (lane == STREAM or (lane == ZERO_COPY and options.fills)) and state.slot_of[shard] == -1:
             expert = first_expert + step.experts[work.who[k]]
-            if _may_fill(state, options, pool, expert, work.shard[k]):
-                work.slot[at], work.victim[at] = take_slot(state, geometry, pool)
-                work.counts[NUM_FILLS] += 1
-                work.counts[NUM_EVICTIONS] += work.victim[at] >= 0
-            elif lane == STREAM:
-                lane = _without_slot(options)
-        work.lane[at] = lane
-        if lane >= 0:
-            work.counts[lane] += 1
-            work.lane_nbytes[lane] += work.nbytes[k + 1] - work.nbytes[k]
-            work.lane_row_nbytes[lane] += work.row_nbytes[k + 1] - work.row_nbytes[k]
+            score = state.score[expert] if asks else NO_PRICE
+            pool = state.pool_of[step.layer]
+            taken = take_slots(state, geometry, pool, score, end - k, work.slot, work.victim, at)
+            if lane == STREAM and taken > 0:
+                _sort_slots(work.slot, work.victim, at, at + taken)
+                _mark_copies(state, geometry, step, work, at, at + taken, shard)
+            fill_slots(state, expert, shard, work.slot, at, taken)
+            _count_fills(work, at, taken)
+        if lane == STREAM:
+            _give_lane(work, k, k + taken, lane)
+            k += taken
+            lane = _without_slot(options)
+        _give_lane(work, k, end, lane)
+        k = end
 
 
 @decision(inline=True)
-def _may_fill(state, options, pool, expert, shard):
-    """Whether a slot can be had, the shard is not being filled already, and admission agrees."""
-    if state.slot_of[shard] < -1 or (state.num_free[pool] == 0 and state.heap_size[pool] == 0):
-        return False
-    return not options.admit_by_score or options.lanes == 1 << STREAM or state.score[expert] >= slot_price(state, pool)
+def _run_end(state, work, k, total):
+    """End of the run of neighbouring missing shards of one expert and one lane that starts at ``k``."""
+    end = k + 1
+    while (end < total and work.side[end] == work.side[k] and work.shard[end] == work.shard[end - 1] + 1
+           and work.who[end] == work.who[k] and state.slot_of[work.shard[end]] == state.slot_of[work.shard[k]]):
+        end += 1
+    return end
+
+
+@decision(inline=True)
+def _count_fills(work, at, taken):
+    work.counts[NUM_FILLS] += taken
+    for i in range(at, at + taken):
+        work.counts[NUM_EVICTIONS] += work.victim[i] >= 0
+
+
+@decision(inline=True)
+def _give_lane(work, start, end, lane):
+    """Give the shards ``start`` to ``end`` of the link order a lane, and count them in it."""
+    if start == end or lane < 0:
+        return
+    first = int(work.index[start])
+    for at in range(first, first + end - start):
+        work.lane[at] = lane
+    work.counts[lane] += end - start
+    work.lane_nbytes[lane] += work.nbytes[end] - work.nbytes[start]
+    work.lane_row_nbytes[lane] += work.row_nbytes[end] - work.row_nbytes[start]
 
 
 @decision(inline=True)
@@ -177,49 +204,34 @@ def _without_slot(options):
 
 
 @decision(inline=True)
-def _fill_slots(state, geometry, step, work):
-    """Hand the taken slots out, in rising order to neighbouring shards, so that they make long copies."""
+def _mark_copies(state, geometry, step, work, start, end, shard):
+    """Mark the copies that move the shards ``start`` to ``end``: a copy goes on where slots are neighbours too."""
     layer = step.layer
-    num_shards = geometry.num_shards[layer]
     slot_nbytes = state.slot_nbytes[state.pool_of[layer]]
-    for i in range(step.num_experts):
-        if work.missing[i] == 0:
-            continue
-        expert = geometry.first_expert[layer] + step.experts[i]
-        key = geometry.first_shard[layer] + step.experts[i] * num_shards
-        start = -1  # first shard of the copy that the shard before belongs to
-        for j in range(num_shards):
-            at = i * num_shards + j
-            lane = work.lane[at]
-            if lane == STREAM and (j == 0 or work.lane[at - 1] != STREAM):
-                _sort_slots(work.lane, work.slot, work.victim, at, (i + 1) * num_shards)
-            slot = work.slot[at]
-            if slot >= 0 and (lane == STREAM or lane == ZERO_COPY):
-                fill_slot(state, slot, key + j, expert)
-            if lane != STREAM:
-                start = -1
-                continue
-            if start < 0 or slot != work.slot[at - 1] + 1 or geometry.shard_nbytes[layer, j - 1] != slot_nbytes:
-                start = at
-                work.counts[NUM_COPIES] += 1
-            work.run[start] += 1
+    j = (shard - geometry.first_shard[layer]) % geometry.num_shards[layer]
+    copy = start
+    for at in range(start, end):
+        if (at == start or work.slot[at] != work.slot[at - 1] + 1
+                or geometry.shard_nbytes[layer, j + at - start - 1] != slot_nbytes):
+            copy = at
+            work.counts[NUM_COPIES] += 1
+        work.run[copy] += 1
 
 
 @decision
-def _sort_slots(lanes, slots, victims, start, end):
-    """Sort the slots (and victims with them) of the streamed shards from ``start`` to the first that is not.
+def _sort_slots(slots, victims, start, stop):
+    """Sort slots, and victims with them, so that neighbouring shards get neighbouring slots and make long copies.
 
     Slots of one victim come last shard first, so a falling row is turned round before it is sorted.
     """
-    stop = start + 1
-    while stop < end and lanes[stop] == STREAM:
-        stop += 1
     if slots[start] > slots[stop - 1]:
         for k in range((stop - start) // 2):
             a, b = start + k, stop - 1 - k
             slots[a], slots[b] = slots[b], slots[a]
             victims[a], victims[b] = victims[b], victims[a]
     for at in range(start + 1, stop):
+        if slots[at] > slots[at - 1]:
+            continue
         slot, victim = slots[at], victims[at]
         to = at
         while to > start and slots[to - 1] > slot:
@@ -315,11 +327,9 @@ def _reserve_expert(state, geometry, options, layer, id_, work, count):
             hinted = True
         if count >= min(options.max_fills, work.fill_slot.size) or slot_price(state, pool) >= value:
             break
-        slot, victim = take_slot(state, geometry, pool)
-        reserve_slot(state, pool, slot, shard)
+        take_slots(state, geometry, pool, NO_PRICE, 1, work.fill_slot, work.fill_victim, count)
+        reserve_slot(state, pool, int(work.fill_slot[count]), shard)
         work.fill_shard[count] = shard
-        work.fill_slot[count] = slot
-        work.fill_victim[count] = victim
         count += 1
     return count
 

@@ -25,40 +25,68 @@ def slot_price(state, pool):
 
 
 @decision(inline=True)
-def take_slot(state, geometry, pool):
-    """A slot, and the shard that lost it (-1: it was free). Only where `slot_price` is finite."""
-    if state.num_free[pool] > 0:
-        state.num_free[pool] -= 1
-        return int(state.free[state.first_slot[pool] + state.num_free[pool]]), -1
-    expert = int(state.heap[state.first_heap[pool]])
-    shard = _shard_to_lose(state, geometry, expert)
-    slot = int(state.slot_of[shard])
-    state.slot_of[shard] = -1
-    left = state.resident[expert] - 1
-    state.resident[expert] = left
-    if left == 0:
-        remove_expert(state, pool, expert)
-    return slot, shard
+def take_slots(state, geometry, pool, score, count, slots, victims, at):
+    """Take up to ``count`` slots whose price is at most ``score``; returns how many.
 
-
-@decision(inline=True)
-def _shard_to_lose(state, geometry, expert):
-    """The last shard, where shards lie as a run from shard 0; so what stays, and what must be fetched, are runs.
-
-    Of ``n`` resident shards one lies at ``n - 1`` or above: in such a run just there, else not far.
+    They are written to ``slots[at:]``, with the shards that lost them (-1: it was free) in ``victims[at:]``, and
+    belong to nobody until `fill_slots` or `reserve_slot`.
     """
-    shard = int(first_shard_of(geometry, expert)) + int(state.resident[expert]) - 1
-    while state.slot_of[shard] < 0:
-        shard += 1
-    return shard
+    taken = 0
+    while taken < count:
+        if state.num_free[pool] > 0:
+            taken += _take_free(state, pool, count - taken, slots, victims, at + taken)
+        elif state.heap_size[pool] > 0 and state.score[state.heap[state.first_heap[pool]]] <= score:
+            taken += _take_victim(state, geometry, pool, count - taken, slots, victims, at + taken)
+        else:
+            break
+    return taken
 
 
 @decision(inline=True)
-def fill_slot(state, slot, shard, expert):
-    """A taken slot holds ``shard`` of a held expert."""
-    state.owner[slot] = shard
-    state.slot_of[shard] = slot
-    state.resident[expert] += 1
+def _take_free(state, pool, count, slots, victims, at):
+    """Pop up to ``count`` free slots."""
+    left = state.num_free[pool]
+    number = min(count, left)
+    top = state.first_slot[pool] + left - 1
+    for k in range(number):
+        slots[at + k] = state.free[top - k]
+        victims[at + k] = -1
+    state.num_free[pool] = left - number
+    return number
+
+
+@decision(inline=True)
+def _take_victim(state, geometry, pool, count, slots, victims, at):
+    """Take up to ``count`` slots of the first victim, last shard first.
+
+    So shards that lie as a run from shard 0 stay such a run, and what must be fetched is one too. Of ``n`` resident
+    shards one lies at ``n - 1`` or above: in such a run just there, else not far.
+    """
+    expert = int(state.heap[state.first_heap[pool]])
+    first = int(first_shard_of(geometry, expert))
+    left = int(state.resident[expert])
+    number = min(count, left)
+    for k in range(number):
+        shard = first + left - 1 - k
+        while state.slot_of[shard] < 0:
+            shard += 1
+        slots[at + k] = state.slot_of[shard]
+        victims[at + k] = shard
+        state.slot_of[shard] = -1
+    state.resident[expert] = left - number
+    if left == number:
+        remove_expert(state, pool, expert)
+    return number
+
+
+@decision(inline=True)
+def fill_slots(state, expert, shard, slots, at, count):
+    """The taken ``slots[at:]`` hold ``count`` shards of a held expert, from ``shard`` up."""
+    for k in range(count):
+        slot = slots[at + k]
+        state.owner[slot] = shard + k
+        state.slot_of[shard + k] = slot
+    state.resident[expert] += count
 
 
 @decision(inline=True)
@@ -111,7 +139,8 @@ def land_fill(state, geometry, slot, shard):
     expert, pool = _end_fill(state, geometry, slot, shard)
     if expert < 0:
         return False
-    fill_slot(state, slot, shard, expert)
+    state.slot_of[shard] = slot
+    state.resident[expert] += 1
     if state.resident[expert] == 1 and state.flags[expert] & HELD == 0:
         push_expert(state, pool, expert)
     return True

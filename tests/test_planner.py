@@ -18,7 +18,7 @@ from trilane.cpu_kernels.atomics import mono_ns
 from trilane.expert import CPU, HIT, STREAM, UNPLACED, ZERO_COPY, decision, make_geometry
 from trilane.plan import NUM_COPIES, NUM_EVICTIONS, NUM_FILLS, freeze_plan, make_options, make_work, single_lane_us
 from trilane.planner import plan_layer
-from trilane.residency import land_fill, reserve_slot, take_slot
+from trilane.residency import land_fill, reserve_slot, take_slots
 from trilane.state import check, make_state
 
 H200 = make_rates(step_fix_us=10, miss_fix_us=10, hit_us_per_byte=1e-3 / 3400, stream_fix_us=3, run_fix_us=2,
@@ -30,7 +30,9 @@ H200 = make_rates(step_fix_us=10, miss_fix_us=10, hit_us_per_byte=1e-3 / 3400, s
 def settle(state, geometry, shards):
     """Make shards resident, each through a fill that lands."""
     for shard in shards:
-        slot, _ = take_slot(state, geometry, 0)
+        slots, victims = np.zeros(1, np.int32), np.zeros(1, np.int64)
+        assert take_slots(state, geometry, 0, np.inf, 1, slots, victims, 0) == 1
+        slot = int(slots[0])
         reserve_slot(state, 0, slot, shard)
         assert land_fill(state, geometry, slot, shard)
 
