@@ -499,7 +499,7 @@ def test_steps_allocate_nothing_that_stays(store, scheduler_of, rows, fraction):
     run(50)
     _nrt_python.memsys_enable_stats()
     try:
-        blocks, live, peaks = [], [], []
+        blocks, live, allocations, peaks = [], [], [], []
         for _ in range(4):
             gc.collect()
             tracemalloc.start()
@@ -511,8 +511,10 @@ def test_steps_allocate_nothing_that_stays(store, scheduler_of, rows, fraction):
             blocks.append(sys.getallocatedblocks())
             stats = rtsys.get_allocation_stats()
             live.append((stats.alloc - stats.free, stats.mi_alloc - stats.mi_free))
+            allocations.append((stats.alloc, stats.mi_alloc))
     finally:
         _nrt_python.memsys_disable_stats()
     assert live[1] == live[-1], live
+    assert allocations[1] == allocations[-1], f"compiled code allocates: {allocations}"
     assert abs(blocks[-1] - blocks[1]) < 250, blocks  # 500 steps: one object each would be seen
     assert max(peaks) < 1.2 * peaks[0] + 4096, peaks

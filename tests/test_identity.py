@@ -139,7 +139,7 @@ def steps(draw):
     }
 
 
-@settings(max_examples=120, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
+@settings(max_examples=80, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
 @given(step=steps())
 def test_random_shapes(scheduler_of, step):
     formats, kind, hidden, intermediate, experts, bias = step["store"]
