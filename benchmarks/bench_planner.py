@@ -23,10 +23,20 @@ from trilane.probes.machine import describe_machine
 from trilane.state import EVICTIONS, check, make_state
 
 LAYERS, EXPERTS, TOP_K, SHARD_NBYTES, PLANS, RUNS = 8, 128, 8, 884_736, 20_000, 5
-RATES = make_rates(step_fix_us=10, miss_fix_us=10, hit_us_per_byte=1e-3 / 3400, stream_fix_us=3, run_fix_us=2,
-                   stream_us_per_byte=1e-3 / 54.6, stream_tail_us=3, zero_copy_fix_us=2,
-                   zero_copy_us_per_byte=[1e-3 / x for x in (20, 41, 43, 45, 46, 47, 48, 49)], cpu_fix_us=10,
-                   cpu_us_per_byte=1e-3 / 75, both_us_per_byte=1e-3 / 125)
+RATES = make_rates(
+    step_fix_us=10,
+    miss_fix_us=10,
+    hit_us_per_byte=1e-3 / 3400,
+    stream_fix_us=3,
+    run_fix_us=2,
+    stream_us_per_byte=1e-3 / 54.6,
+    stream_tail_us=3,
+    zero_copy_fix_us=2,
+    zero_copy_us_per_byte=[1e-3 / x for x in (20, 41, 43, 45, 46, 47, 48, 49)],
+    cpu_fix_us=10,
+    cpu_us_per_byte=1e-3 / 75,
+    both_us_per_byte=1e-3 / 125,
+)
 
 
 @decision
@@ -35,8 +45,19 @@ def time_plans(state, geometry, rates, options, ids, rows, work, elapsed_ns):
     missing = 0
     for k in range(ids.shape[0]):
         start = mono_ns()
-        plan_step(state, geometry, rates, options, k % geometry.num_layers, ids[k], rows, ids.shape[1],
-                   state.clock[0] + 1, False, work)
+        plan_step(
+            state,
+            geometry,
+            rates,
+            options,
+            k % geometry.num_layers,
+            ids[k],
+            rows,
+            ids.shape[1],
+            state.clock[0] + 1,
+            False,
+            work,
+        )
         elapsed_ns[k] = mono_ns() - start
         missing += work.counts[NUM_MISSING]
     return missing
@@ -70,8 +91,14 @@ def bench_shape(num_shards: int, kind: str, eviction: str) -> dict[str, object]:
         quantiles.append(np.percentile(elapsed, (50, 99)) / 1e3)
     check(state, geometry)
     p50, p99 = np.median(quantiles[1:], axis=0)
-    return {"shape": f"{TOP_K}x{num_shards}", "routing": kind, "eviction": eviction, "p50_us": round(float(p50), 2),
-            "p99_us": round(float(p99), 2), "missing_shards": round(missing / PLANS, 1)}
+    return {
+        "shape": f"{TOP_K}x{num_shards}",
+        "routing": kind,
+        "eviction": eviction,
+        "p50_us": round(float(p50), 2),
+        "p99_us": round(float(p99), 2),
+        "missing_shards": round(missing / PLANS, 1),
+    }
 
 
 def main() -> None:
@@ -85,8 +112,10 @@ def main() -> None:
         return
     print(result["machine"], f"\ntwo clock readings: {result['clock_ns']:.0f} ns")
     for row in rows:
-        print("{shape} {routing:5s} {eviction:18s} p50 {p50_us:5.2f} us  p99 {p99_us:5.2f} us  missing shards "
-              "{missing_shards}".format(**row))
+        print(
+            "{shape} {routing:5s} {eviction:18s} p50 {p50_us:5.2f} us  p99 {p99_us:5.2f} us  missing shards "
+            "{missing_shards}".format(**row)
+        )
 
 
 if __name__ == "__main__":

@@ -231,9 +231,7 @@ class Format:
         ``main`` and ``side`` may be given (views of a plane); else they are allocated.
         """
         blocks = self._as_blocks(source)
-        return _copy_field(blocks[:, :, self.main_bytes], main), _copy_field(
-            blocks[:, :, self.side_bytes], side
-        )
+        return _copy_field(blocks[:, :, self.main_bytes], main), _copy_field(blocks[:, :, self.side_bytes], side)
 
     def join(self, main: UInt8Array, side: UInt8Array) -> UInt8Array:
         """The inverse of :meth:`split`: source rows from main and side rows."""
@@ -265,9 +263,7 @@ def _copy_field(field: UInt8Array, out: UInt8Array | None) -> UInt8Array:
     if out is None:
         out = np.empty((rows, num_blocks * nbytes), np.uint8)
     if nbytes:
-        out.reshape(rows, num_blocks, nbytes)[...] = (
-            field  # splitting an axis makes a view, whatever the strides
-        )
+        out.reshape(rows, num_blocks, nbytes)[...] = field  # splitting an axis makes a view, whatever the strides
     return out
 
 

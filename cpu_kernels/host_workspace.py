@@ -121,7 +121,5 @@ def aligned(count: int, dtype: type) -> np.ndarray:
 
 def rows_per_step(layouts: Sequence[ExpertLayout], top_k: int, scratch_nbytes: int) -> int:
     """Rows of a batch that fit into ``scratch_nbytes`` of scratch, at least 1; larger batches go in parts."""
-    per_row = max(
-        layout.num_shards * (4 * layout.hidden + 8 * BLOCK + F32_BLOCK_NBYTES + 16) for layout in layouts
-    )
+    per_row = max(layout.num_shards * (4 * layout.hidden + 8 * BLOCK + F32_BLOCK_NBYTES + 16) for layout in layouts)
     return max(1, scratch_nbytes // (top_k * per_row))

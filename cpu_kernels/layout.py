@@ -179,9 +179,7 @@ def _view(shard: UInt8Array, offset: int, rows: int, stride: int, width: int) ->
     return shard[offset : offset + rows * stride].reshape(rows, stride)[:, :width]
 
 
-def shard_planes(
-    layout: ExpertLayout, expert: UInt8Array, shard: int
-) -> list[tuple[Format, UInt8Array, UInt8Array]]:
+def shard_planes(layout: ExpertLayout, expert: UInt8Array, shard: int) -> list[tuple[Format, UInt8Array, UInt8Array]]:
     """Views (format, main rows, side rows) of the matrices of a shard: [gate,] up, down.
 
     ``expert`` is the packed expert, uint8 of ``layout.expert_nbytes``; writing to a view writes to it.

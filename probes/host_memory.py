@@ -108,9 +108,7 @@ def read_case(arena: Arena, piece_nbytes: int, num_threads: int, sums: NDArray[n
         begin = int(calls[0, 0, 1]) - arena.address
         first = arena.view(begin, share * num_threads).view(np.int32).reshape(num_threads, -1)
         if not np.array_equal(first.sum(axis=1, dtype=np.int64).astype(np.int32), sums):
-            raise ProbeError(
-                "the read probe's sums are wrong, so its rates are worthless: please report this"
-            )
+            raise ProbeError("the read probe's sums are wrong, so its rates are worthless: please report this")
 
     return Case("read", share * num_threads, calls, verify)
 

@@ -89,9 +89,7 @@ def describe_machine(root: Path = Path("/")) -> Machine:
 
 def largest_cache_nbytes(root: Path = Path("/")) -> int | None:
     """Size of the largest cache of CPU 0."""
-    sizes = [
-        _size(path.read_text().strip()) for path in root.glob("sys/devices/system/cpu/cpu0/cache/index*/size")
-    ]
+    sizes = [_size(path.read_text().strip()) for path in root.glob("sys/devices/system/cpu/cpu0/cache/index*/size")]
     return max(sizes, default=0) or None
 
 

@@ -135,8 +135,7 @@ class _Runner:
         wall, cpu = np.zeros((2, self.num_threads, num_rounds, len(num_steps)), np.int64)
         shared = (words, self.num_threads)
         jobs = [
-            (*shared, self.calls[t], self.rings, first, num_steps, wall[t], cpu[t])
-            for t in range(self.num_threads)
+            (*shared, self.calls[t], self.rings, first, num_steps, wall[t], cpu[t]) for t in range(self.num_threads)
         ]
         self._run_jobs(words, jobs)
         return wall, cpu

@@ -65,9 +65,7 @@ def bench_cpu(
     rates = measure_cpu_experts(names, counts, shapes=pairs, isa=kernel_isa, ggml=library)
     found = _collected(rates, len(names) * len(pairs) * len(counts))
     if as_json:
-        typer.echo(
-            json.dumps({"machine": machine.as_dict(), "rows": [_row(rate) for rate in found]}, indent=1)
-        )
+        typer.echo(json.dumps({"machine": machine.as_dict(), "rows": [_row(rate) for rate in found]}, indent=1))
     else:
         _print_rates(found, machine.line)
     _warn(found, library is not None)
@@ -95,9 +93,7 @@ def _formats(names: Sequence[str] | None) -> list[str]:
 
 def _shape(text: str) -> tuple[int, int]:
     rows, _, columns = text.lower().partition("x")
-    if not (
-        rows.isdigit() and columns.isdigit() and int(rows) >= 4 and int(columns) % 32 == 0 < int(columns)
-    ):
+    if not (rows.isdigit() and columns.isdigit() and int(rows) >= 4 and int(columns) % 32 == 0 < int(columns)):
         raise typer.BadParameter(
             f"{text!r} is no shape: it must be ROWSxCOLUMNS, such as 768x2048, with 4 rows or more and a "
             "multiple of 32 columns",
@@ -177,9 +173,7 @@ def _warn(rates: Sequence[ExpertRate], has_ggml: bool) -> None:
     if num_disturbed:
         typer.echo(f"{num_disturbed} rows are estimates: the machine was busy with other things.", err=True)
     if not has_ggml:
-        typer.echo(
-            "ggml was not found: pip install 'trilane[bench]', or give its library by --ggml.", err=True
-        )
+        typer.echo("ggml was not found: pip install 'trilane[bench]', or give its library by --ggml.", err=True)
 
 
 @bench_app.command("step")
@@ -253,4 +247,6 @@ def _print_steps(rows: Sequence[StepRow], machine_line: str, median: float, p90:
             f"{row.error:.1%}", lanes,
         )  # fmt: skip
     console.print(table)
-    console.print(f"predicted against measured, step by step: median error {median:.1%}, p90 {p90:.1%}", highlight=False)
+    console.print(
+        f"predicted against measured, step by step: median error {median:.1%}, p90 {p90:.1%}", highlight=False
+    )

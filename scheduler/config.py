@@ -60,16 +60,10 @@ class _Section(BaseModel):
 class CacheConfig(_Section):
     """The slots of the device and who keeps them. Give the size at most once: slots, fraction or nbytes."""
 
-    slots: int | None = Field(
-        default=None, ge=0, description="slots in all; each holds one shard of an expert"
-    )
-    fraction: float | None = Field(
-        default=None, ge=0, le=1, description="slots as a part of all shards, 0 to 1"
-    )
+    slots: int | None = Field(default=None, ge=0, description="slots in all; each holds one shard of an expert")
+    fraction: float | None = Field(default=None, ge=0, le=1, description="slots as a part of all shards, 0 to 1")
     nbytes: Size | None = Field(default=None, description="bytes of device memory for slots, e.g. '4.5GiB'")
-    pool: Literal["shared", "layer"] = Field(
-        default="shared", description="one pool for all layers, or one a layer"
-    )
+    pool: Literal["shared", "layer"] = Field(default="shared", description="one pool for all layers, or one a layer")
     eviction: Literal["lru", "decayed_frequency"] = Field(
         default="decayed_frequency",
         description="who goes first: the least recently, or the least often used of late",
@@ -106,9 +100,7 @@ class PolicyConfig(_Section):
         strict=False,
         description="lanes that may be used",
     )
-    force: Lane | None = Field(
-        default=None, description="send every miss to this lane; None: the fastest split"
-    )
+    force: Lane | None = Field(default=None, description="send every miss to this lane; None: the fastest split")
     admit: Literal["always", "score"] = Field(
         default="score", description="fill a slot always, or only for an expert worth at least its victim"
     )
@@ -232,9 +224,7 @@ def _problems(error: ValidationError) -> Iterator[Problem]:
 
 def _path(location: Sequence[int | str]) -> str:
     """``("policy", "lanes", 1)`` -> ``policy.lanes.1``; names of union branches are dropped."""
-    kept = [str(part) for part in location[:2]] + [
-        str(part) for part in location[2:] if isinstance(part, int)
-    ]
+    kept = [str(part) for part in location[:2]] + [str(part) for part in location[2:] if isinstance(part, int)]
     return ".".join(kept) or "configuration"
 
 

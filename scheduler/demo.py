@@ -90,9 +90,7 @@ def _pass(scheduler: ExpertScheduler, trace: Trace, tokens: int) -> tuple[str, f
     for token in range(tokens):
         hidden = rng.standard_normal(out.shape).astype(np.float32)
         for layer in range(trace.num_layers):
-            scheduler.forward(
-                layer, hidden, trace.ids[token, layer][None], trace.weights[token, layer][None], out=out
-            )
+            scheduler.forward(layer, hidden, trace.ids[token, layer][None], trace.weights[token, layer][None], out=out)
             digest.update(out.tobytes())
             limit += _step_limit_us(scheduler, layer)
             hidden = hidden + out

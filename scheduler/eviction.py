@@ -163,8 +163,14 @@ def touch_expert(state, geometry, expert, clock):
 def settle_expert(state, pool, expert):
     """Restore the heap's order after an expert's score rose."""
     if state.heap_pos[expert] >= 0:
-        _sift_down(state.heap, state.heap_pos, state.score, state.first_heap[pool], state.heap_size[pool],
-                   int(state.heap_pos[expert]))
+        _sift_down(
+            state.heap,
+            state.heap_pos,
+            state.score,
+            state.first_heap[pool],
+            state.heap_size[pool],
+            int(state.heap_pos[expert]),
+        )
 
 
 @decision(inline=True)

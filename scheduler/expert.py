@@ -26,7 +26,6 @@ CPU = 3
 LANE_NAMES = ("hit", "stream", "zero_copy", "cpu")
 
 
-
 def decision(fn: Callable[..., Any] | None = None, *, inline: bool = False) -> Any:
     """Compile a decision function: `jit.compiled`, without reference counts.
 
@@ -85,19 +84,29 @@ def make_geometry(num_experts: Sequence[int], shard_nbytes: Sequence[Sequence[in
     (12, 8)
     """
     if len(num_experts) == 0 or len(num_experts) != len(shard_nbytes):
-        raise ValueError(f"num_experts has {len(num_experts)} layers and shard_nbytes {len(shard_nbytes)}: "
-                         "give one entry for each MoE layer, at least one")
+        raise ValueError(
+            f"num_experts has {len(num_experts)} layers and shard_nbytes {len(shard_nbytes)}: "
+            "give one entry for each MoE layer, at least one"
+        )
     for layer, (count, sizes) in enumerate(zip(num_experts, shard_nbytes, strict=True)):
         if count < 1 or len(sizes) == 0 or min(sizes) < 1:
-            raise ValueError(f"layer {layer} has {count} experts with shards of {list(sizes)} bytes: a layer "
-                             "needs at least one expert, and each expert shards of at least one byte")
+            raise ValueError(
+                f"layer {layer} has {count} experts with shards of {list(sizes)} bytes: a layer "
+                "needs at least one expert, and each expert shards of at least one byte"
+            )
     num_shards = np.array([len(sizes) for sizes in shard_nbytes], np.int64)
-    sizes = np.zeros((len(num_experts), int(num_shards.max())), np.int64)
+    table = np.zeros((len(num_experts), int(num_shards.max())), np.int64)
     for layer, row in enumerate(shard_nbytes):
-        sizes[layer, : len(row)] = row
+        table[layer, : len(row)] = row
     experts = np.array(num_experts, np.int64)
-    return Geometry(len(num_experts), _running(experts), num_shards, _running(experts * num_shards), sizes,
-                    np.repeat(np.arange(len(num_experts), dtype=np.int16), experts))
+    return Geometry(
+        len(num_experts),
+        _running(experts),
+        num_shards,
+        _running(experts * num_shards),
+        table,
+        np.repeat(np.arange(len(num_experts), dtype=np.int16), experts),
+    )
 
 
 def _running(counts: NDArray[np.int64]) -> NDArray[np.int64]:
@@ -153,8 +162,9 @@ class Plan:
     def __str__(self) -> str:
         terms = ", ".join(f"{name} {us:.1f}" for name, us in self.predicted_us if us)
         lines = [f"layer {self.layer}, clock {self.clock}: {self.why}", f"predicted us: {terms}"]
-        lines += [f"  expert {e.expert} rows {e.rows}: {' '.join(map(_lane_text, e.lanes, e.slots))}"
-                  for e in self.experts]
+        lines += [
+            f"  expert {e.expert} rows {e.rows}: {' '.join(map(_lane_text, e.lanes, e.slots))}" for e in self.experts
+        ]
         return "\n".join(lines)
 
 

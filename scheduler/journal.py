@@ -117,9 +117,7 @@ def write_wave(journal, layer, num, work):
 
 
 def _terms(values: np.ndarray) -> tuple[tuple[str, float | None], ...]:
-    return tuple(
-        (name, None if np.isnan(us) else float(us)) for name, us in zip(TERM_NAMES, values, strict=True)
-    )
+    return tuple((name, None if np.isnan(us) else float(us)) for name, us in zip(TERM_NAMES, values, strict=True))
 
 
 def last_plan(

@@ -102,9 +102,7 @@ def rates_of_layers(profile: MachineProfile, runner: HostRunner) -> list[Rates]:
 
 def _this_machine() -> Machine:
     here = describe_machine()
-    return Machine(
-        cpu=here.cpu, cores_allowed=here.num_allowed, memory_nbytes=here.memory_nbytes, version=__version__
-    )
+    return Machine(cpu=here.cpu, cores_allowed=here.num_allowed, memory_nbytes=here.memory_nbytes, version=__version__)
 
 
 class _LaneProbe:
@@ -268,4 +266,3 @@ def _fit(samples: Sequence[Sample]) -> Line:
 
 def _beyond_lane_us(samples: Sequence[Sample]) -> float:
     return float(max(0.0, np.median([s.step_us - s.lane_us for s in samples])))
-

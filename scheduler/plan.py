@@ -50,8 +50,15 @@ class Options(NamedTuple):
     max_fills: int
 
 
-def make_options(lanes: Sequence[str] = LANE_NAMES[1:], *, force: str | None = None, admit: str = "always",
-                 fills: bool = True, slack_runs: float = 1.0, max_fills: int = 1 << 30) -> Options:
+def make_options(
+    lanes: Sequence[str] = LANE_NAMES[1:],
+    *,
+    force: str | None = None,
+    admit: str = "always",
+    fills: bool = True,
+    slack_runs: float = 1.0,
+    max_fills: int = 1 << 30,
+) -> Options:
     """Options from names: ``force`` sends every miss to one lane, ``admit`` is "always" or "score"."""
     chosen = [force] if force is not None else list(lanes)
     wrong = [name for name in chosen if name not in LANE_NAMES[1:]]
@@ -86,7 +93,7 @@ class Work(NamedTuple):
         What the last `plan_fills` reserved.
 
     The others are scratch: what hits holds (bytes, rows x bytes); by expert (reuse, order, missing, refused); by
-    missing shard in link order (index, who: the how-manieth expert, shard: its key, side); sums over prefixes of
+    missing shard in link order (entry, who: the how-manieth expert, shard: its key, side); sums over prefixes of
     that order (nbytes, row_nbytes, runs); by subset.
     """
 
@@ -107,7 +114,7 @@ class Work(NamedTuple):
     order: NDArray[np.int32]
     missing: NDArray[np.int32]
     refused: NDArray[np.uint8]
-    index: NDArray[np.int32]
+    entry: NDArray[np.int32]
     who: NDArray[np.int32]
     shard: NDArray[np.int64]
     side: NDArray[np.int8]
@@ -139,7 +146,7 @@ def make_work(geometry: Geometry, max_experts: int | None = None) -> Work:
         order=np.zeros(most, np.int32),
         missing=np.zeros(most, np.int32),
         refused=np.zeros(most, np.uint8),
-        index=np.zeros(size, np.int32),
+        entry=np.zeros(size, np.int32),
         who=np.zeros(size, np.int32),
         shard=np.zeros(size, np.int64),
         side=np.zeros(size, np.int8),
@@ -150,15 +157,30 @@ def make_work(geometry: Geometry, max_experts: int | None = None) -> Work:
     )
 
 
-def freeze_plan(geometry: Geometry, rates: Rates, layer: int, experts: NDArray[np.int32], rows: NDArray[np.int32],
-                num_experts: int, clock: int, work: Work) -> Plan:
+def freeze_plan(
+    geometry: Geometry,
+    rates: Rates,
+    layer: int,
+    experts: NDArray[np.int32],
+    rows: NDArray[np.int32],
+    num_experts: int,
+    clock: int,
+    work: Work,
+) -> Plan:
     """The plan in ``work`` as frozen data, with the cost of each single lane beside its own."""
     num_shards = int(geometry.num_shards[layer])
     frozen = []
     for i in range(num_experts):
         part = slice(i * num_shards, (i + 1) * num_shards)
-        frozen.append(ExpertPlan(int(experts[i]), int(rows[i]), tuple(work.lane[part].tolist()),
-                                 tuple(work.slot[part].tolist()), tuple(work.victim[part].tolist())))
+        frozen.append(
+            ExpertPlan(
+                int(experts[i]),
+                int(rows[i]),
+                tuple(work.lane[part].tolist()),
+                tuple(work.slot[part].tolist()),
+                tuple(work.victim[part].tolist()),
+            )
+        )
     terms = tuple(zip(TERM_NAMES, work.predicted_us.tolist(), strict=True))
     return Plan(int(layer), int(clock), tuple(frozen), terms, _why(geometry, rates, layer, rows, num_experts, work))
 
@@ -166,14 +188,15 @@ def freeze_plan(geometry: Geometry, rates: Rates, layer: int, experts: NDArray[n
 def _why(geometry: Geometry, rates: Rates, layer: int, rows: NDArray[np.int32], num_experts: int, work: Work) -> str:
     lanes = [f"{work.counts[lane]} {LANE_NAMES[lane]}" for lane in range(4) if work.counts[lane]]
     text = f"{', '.join(lanes) or 'nothing'} in {work.predicted_us[STEP_US]:.1f} us"
-    if not work.counts[STREAM:CPU + 1].any():
+    if not work.counts[STREAM : CPU + 1].any():
         return text
     alone = single_lane_us(geometry, rates, layer, rows, num_experts, work)
     return text + "; one lane alone: " + ", ".join(f"{name} {us:.1f}" for name, us in alone.items())
 
 
-def single_lane_us(geometry: Geometry, rates: Rates, layer: int, rows: NDArray[np.int32], num_experts: int,
-                   work: Work) -> dict[str, float]:
+def single_lane_us(
+    geometry: Geometry, rates: Rates, layer: int, rows: NDArray[np.int32], num_experts: int, work: Work
+) -> dict[str, float]:
     """Predicted us of the step in ``work`` if one lane served all its misses, by lane."""
     lane = work.lane[: num_experts * geometry.num_shards[layer]].reshape(num_experts, -1)
     sizes = np.broadcast_to(geometry.shard_nbytes[layer, : lane.shape[1]], lane.shape)
@@ -182,9 +205,10 @@ def single_lane_us(geometry: Geometry, rates: Rates, layer: int, rows: NDArray[n
     runs = float((miss & ~np.pad(miss, ((0, 0), (1, 0)))[:, :-1]).sum())
     hits = float(sizes[hit].sum()), float(row_sizes[hit].sum())
     load = float(sizes[miss].sum()), float(row_sizes[miss].sum())
-    count, none = int(miss.sum()), (0, 0.0, 0.0)
-    return {
-        LANE_NAMES[STREAM]: float(step_us(rates, Loads(*hits, runs, *load, *none, *none))),
-        LANE_NAMES[ZERO_COPY]: float(step_us(rates, Loads(*hits, 0.0, *none[1:], count, *load, *none))),
-        LANE_NAMES[CPU]: float(step_us(rates, Loads(*hits, 0.0, *none[1:], *none, count, *load))),
+    count, hit_load = int(miss.sum()), Loads(*hits, 0.0, 0.0, 0.0, 0, 0.0, 0.0, 0, 0.0, 0.0)
+    alone = {
+        STREAM: hit_load._replace(stream_runs=runs, stream_nbytes=load[0], stream_row_nbytes=load[1]),
+        ZERO_COPY: hit_load._replace(zero_copy_shards=count, zero_copy_nbytes=load[0], zero_copy_row_nbytes=load[1]),
+        CPU: hit_load._replace(cpu_shards=count, cpu_nbytes=load[0], cpu_row_nbytes=load[1]),
     }
+    return {LANE_NAMES[name]: float(step_us(rates, loads)) for name, loads in alone.items()}

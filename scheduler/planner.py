@@ -73,9 +73,19 @@ def plan_step(state, geometry, rates, options, layer, experts, rows, num_experts
         _take_slots(state, geometry, options, step, work)
     counts, nbytes, row_nbytes = work.counts, work.lane_nbytes, work.lane_row_nbytes
     counts[NUM_UNPLACED] = missing - counts[STREAM] - counts[ZERO_COPY] - counts[CPU]
-    loads = Loads(nbytes[HIT], row_nbytes[HIT], float(counts[NUM_COPIES]), nbytes[STREAM], row_nbytes[STREAM],
-                  counts[ZERO_COPY], nbytes[ZERO_COPY], row_nbytes[ZERO_COPY],
-                  counts[CPU], nbytes[CPU], row_nbytes[CPU])
+    loads = Loads(
+        nbytes[HIT],
+        row_nbytes[HIT],
+        float(counts[NUM_COPIES]),
+        nbytes[STREAM],
+        row_nbytes[STREAM],
+        counts[ZERO_COPY],
+        nbytes[ZERO_COPY],
+        row_nbytes[ZERO_COPY],
+        counts[CPU],
+        nbytes[CPU],
+        row_nbytes[CPU],
+    )
     write_terms(rates, loads, work.predicted_us)
     return counts[NUM_UNPLACED]
 
@@ -100,8 +110,15 @@ def _look_up(state, geometry, step, work):
         missing = num_shards
         for j in range(num_shards):
             slot = state.slot_of[shard + j]
-            _mark(work.lane, work.slot, work.victim, work.run, i * num_shards + j, HIT if slot >= 0 else UNPLACED,
-                  max(slot, -1))
+            _mark(
+                work.lane,
+                work.slot,
+                work.victim,
+                work.run,
+                i * num_shards + j,
+                HIT if slot >= 0 else UNPLACED,
+                max(slot, -1),
+            )
             if slot >= 0:
                 missing -= 1
                 num_hits += 1
@@ -146,7 +163,7 @@ def _take_slots(state, geometry, options, step, work):
     while k < total:
         end = _run_end(state, work, k, total)
         lane = int(work.side[k])
-        at, shard = int(work.index[k]), work.shard[k]
+        at, shard = int(work.entry[k]), work.shard[k]
         taken = 0
         if (lane == STREAM or (lane == ZERO_COPY and options.fills)) and state.slot_of[shard] == -1:
             expert = first_expert + step.experts[work.who[k]]
@@ -170,8 +187,13 @@ def _take_slots(state, geometry, options, step, work):
 def _run_end(state, work, k, total):
     """End of the run of neighbouring missing shards of one expert and one lane that starts at ``k``."""
     end = k + 1
-    while (end < total and work.side[end] == work.side[k] and work.shard[end] == work.shard[end - 1] + 1
-           and work.who[end] == work.who[k] and state.slot_of[work.shard[end]] == state.slot_of[work.shard[k]]):
+    while (
+        end < total
+        and work.side[end] == work.side[k]
+        and work.shard[end] == work.shard[end - 1] + 1
+        and work.who[end] == work.who[k]
+        and state.slot_of[work.shard[end]] == state.slot_of[work.shard[k]]
+    ):
         end += 1
     return end
 
@@ -188,7 +210,7 @@ def _give_lane(work, start, end, lane):
     """Give the shards ``start`` to ``end`` of the link order a lane, and count them in it."""
     if start == end or lane < 0:
         return
-    first = int(work.index[start])
+    first = int(work.entry[start])
     for at in range(first, first + end - start):
         work.lane[at] = lane
     work.counts[lane] += end - start
@@ -211,8 +233,11 @@ def _mark_copies(state, geometry, step, work, start, end, shard):
     j = (shard - geometry.first_shard[layer]) % geometry.num_shards[layer]
     copy = start
     for at in range(start, end):
-        if (at == start or work.slot[at] != work.slot[at - 1] + 1
-                or geometry.shard_nbytes[layer, j + at - start - 1] != slot_nbytes):
+        if (
+            at == start
+            or work.slot[at] != work.slot[at - 1] + 1
+            or geometry.shard_nbytes[layer, j + at - start - 1] != slot_nbytes
+        ):
             copy = at
             work.counts[NUM_COPIES] += 1
         work.run[copy] += 1

@@ -151,8 +151,16 @@ class MachineProfile:
         return json.dumps({"schema": SCHEMA, **asdict(self)}, indent=1)
 
 
-FIXED_COSTS = ("step_fix_us", "miss_fix_us", "hit_fix_us", "stream_fix_us", "stream_tail_us", "zero_copy_fix_us",
-               "cpu_fix_us", "cpu_shard_us")
+FIXED_COSTS = (
+    "step_fix_us",
+    "miss_fix_us",
+    "hit_fix_us",
+    "stream_fix_us",
+    "stream_tail_us",
+    "zero_copy_fix_us",
+    "cpu_fix_us",
+    "cpu_shard_us",
+)
 COPY_CURVES = ("pinned_to_device", "pinned_to_host", "pageable_to_device", "pageable_to_host")
 CURVES = (*COPY_CURVES, "zero_copy", "host_read")
 
@@ -179,22 +187,43 @@ def fit_copies(curve: Curve | None) -> tuple[float, float]:
     return slope, float(max(0.0, np.median(beyond[:-1]))) if len(sizes) > 1 else 0.0
 
 
-def host_profile(*, num_cores: float, copy_gb_s: float, zero_copy_gb_s: float, device_experts: Mapping[str, float],
-                 cpu_experts: Mapping[str, Curve], **measured: Any) -> MachineProfile:
+def host_profile(
+    *,
+    num_cores: float,
+    copy_gb_s: float,
+    zero_copy_gb_s: float,
+    device_experts: Mapping[str, float],
+    cpu_experts: Mapping[str, Curve],
+    **measured: Any,
+) -> MachineProfile:
     """The profile of a host device: its lanes are threads of one machine and share ``num_cores`` cores.
 
     Copies and hits keep one thread busy each, the CPU lane all of its own; in-place reads are done by the thread
     that computes hits. ``measured`` holds further fields of `MachineProfile`.
     """
-    return MachineProfile(pinned_to_device=_flat(copy_gb_s), zero_copy=_flat(zero_copy_gb_s),
-                          device_experts=dict(device_experts), cpu_experts=dict(cpu_experts),
-                          zero_copy_on_device=True, num_cores=num_cores, hit_cores=1.0, link_cores=1.0,
-                          cpu_cores=None, **measured)
+    return MachineProfile(
+        pinned_to_device=_flat(copy_gb_s),
+        zero_copy=_flat(zero_copy_gb_s),
+        device_experts=dict(device_experts),
+        cpu_experts=dict(cpu_experts),
+        zero_copy_on_device=True,
+        num_cores=num_cores,
+        hit_cores=1.0,
+        link_cores=1.0,
+        cpu_cores=None,
+        **measured,
+    )
 
 
-def play(profile: MachineProfile, *, link_gb_s: float | None = None, link_fix_us: float | None = None,
-         zero_copy_gb_s: float | None = None, hit_gb_s: float | None = None,
-         cpu_gb_s: float | None = None) -> MachineProfile:
+def play(
+    profile: MachineProfile,
+    *,
+    link_gb_s: float | None = None,
+    link_fix_us: float | None = None,
+    zero_copy_gb_s: float | None = None,
+    hit_gb_s: float | None = None,
+    cpu_gb_s: float | None = None,
+) -> MachineProfile:
     """A profile in which some lanes act at a chosen rate: they sleep, so they share no cores and no memory.
 
     None leaves a lane as it was measured. A chosen fixed cost of the link holds for each copy.
@@ -210,12 +239,18 @@ def play(profile: MachineProfile, *, link_gb_s: float | None = None, link_fix_us
         changes["zero_copy"] = _flat(zero_copy_gb_s)
         played.add("zero_copy")
     if hit_gb_s is not None:
-        changes |= {"device_experts": dict.fromkeys(profile.device_experts, hit_gb_s), "device_rows": {},
-                    "hit_cores": 0.0}
+        changes |= {
+            "device_experts": dict.fromkeys(profile.device_experts, hit_gb_s),
+            "device_rows": {},
+            "hit_cores": 0.0,
+        }
         played.add("hit")
     if cpu_gb_s is not None:
-        changes |= {"cpu_experts": dict.fromkeys(profile.cpu_experts, _flat(cpu_gb_s)), "cpu_rows": {},
-                    "cpu_cores": 0.0}
+        changes |= {
+            "cpu_experts": dict.fromkeys(profile.cpu_experts, _flat(cpu_gb_s)),
+            "cpu_rows": {},
+            "cpu_cores": 0.0,
+        }
         played.add("cpu")
     if played & {"link", "cpu"}:
         changes["both_gb_s"] = None
@@ -268,8 +303,11 @@ def _parsed(name: str, value: Any) -> Any:
 
 
 def _curve(value: Mapping[str, Any]) -> Curve:
-    return Curve(tuple(_number("x", x) for x in value["x"]), tuple(_number("y", y) for y in value["y"])) \
-        if set(value) == {"x", "y"} else Curve((), ())
+    return (
+        Curve(tuple(_number("x", x) for x in value["x"]), tuple(_number("y", y) for y in value["y"]))
+        if set(value) == {"x", "y"}
+        else Curve((), ())
+    )
 
 
 def _number(name: str, value: Any) -> float:
@@ -280,5 +318,8 @@ def _number(name: str, value: Any) -> float:
 
 def machine_differences(profile: Machine, here: Machine) -> tuple[str, ...]:
     """Why a profile of one machine does not hold on another: one text for each difference, none if it holds."""
-    return tuple(f"{f.name} was {getattr(profile, f.name)!r} and is {getattr(here, f.name)!r}"
-                 for f in fields(Machine) if getattr(profile, f.name) != getattr(here, f.name))
+    return tuple(
+        f"{f.name} was {getattr(profile, f.name)!r} and is {getattr(here, f.name)!r}"
+        for f in fields(Machine)
+        if getattr(profile, f.name) != getattr(here, f.name)
+    )

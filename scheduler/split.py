@@ -53,7 +53,7 @@ def allows(options, lane):
 
 @decision(inline=True)
 def choose_split(state, geometry, rates, options, step, work):
-    """Write a lane for each missing shard into ``work.side``, by link order (``work.index``)."""
+    """Write a lane for each missing shard into ``work.side``, by link order (``work.entry``)."""
     total = work.counts[NUM_MISSING]
     slots = _refuse(state, geometry, options, step, work)
     slack = options.slack_runs * rates.run_fix_us
@@ -64,7 +64,8 @@ def choose_split(state, geometry, rates, options, step, work):
         if attempt == 2:
             break
         us, by_stream, by_link = _scan_prefixes(
-            rates, options, work.hits, work.nbytes, work.row_nbytes, work.runs, total, limit)
+            rates, options, work.hits, work.nbytes, work.row_nbytes, work.runs, total, limit
+        )
         better = attempt == 0 or us < best - slack
         if better:
             best, streamed, linked = us, by_stream, by_link
@@ -77,7 +78,8 @@ def choose_split(state, geometry, rates, options, step, work):
     if total <= EXHAUSTIVE_SHARDS and (limit == total or not allows(options, STREAM)):
         if not _all_equal(geometry, step, work):
             us, subset, lane = try_subsets(
-                rates, options, work.hits, work.nbytes, work.row_nbytes, work.runs, work.subset, total)
+                rates, options, work.hits, work.nbytes, work.row_nbytes, work.runs, work.subset, total
+            )
             if us < best - slack:
                 _write_subset(work, total, subset, lane)
 
@@ -96,10 +98,10 @@ def _runs_equal(step, work):
 def _all_equal(geometry, step, work):
     """Whether all missing shards have the same bytes and rows."""
     num_shards = geometry.num_shards[step.layer]
-    nbytes = geometry.shard_nbytes[step.layer, work.index[0] % num_shards]
-    rows = step.rows[work.index[0] // num_shards]
+    nbytes = geometry.shard_nbytes[step.layer, work.entry[0] % num_shards]
+    rows = step.rows[work.entry[0] // num_shards]
     for i in range(1, work.counts[NUM_MISSING]):
-        at = work.index[i]
+        at = work.entry[i]
         if geometry.shard_nbytes[step.layer, at % num_shards] != nbytes or step.rows[at // num_shards] != rows:
             return False
     return True
@@ -126,7 +128,7 @@ def _list_missing(state, geometry, step, work, slots, longest_first):
 @decision(inline=True)
 def _append_missing(state, geometry, step, work, blocked, count):
     """List the missing shards that are (not) blocked, expert by expert; return the new count."""
-    slot_of, lane, index, who, shards = state.slot_of, work.lane, work.index, work.who, work.shard
+    slot_of, lane, index, who, shards = state.slot_of, work.lane, work.entry, work.who, work.shard
     nbytes, row_nbytes, runs = work.nbytes, work.row_nbytes, work.runs
     layer = step.layer
     num_shards = geometry.num_shards[layer]
@@ -208,10 +210,22 @@ def _precedes(rows, missing, reuse, a, b, longest_first):
 @decision(inline=True)
 def _prefix_us(rates, hits, nbytes, rows, runs, total, streamed, linked):
     """The step's cost if the first ``streamed`` shards are streamed, those up to ``linked`` read in place."""
-    return step_us(rates, Loads(
-        hits[0], hits[1], runs[streamed], nbytes[streamed], rows[streamed],
-        linked - streamed, nbytes[linked] - nbytes[streamed], rows[linked] - rows[streamed],
-        total - linked, nbytes[total] - nbytes[linked], rows[total] - rows[linked]))
+    return step_us(
+        rates,
+        Loads(
+            hits[0],
+            hits[1],
+            runs[streamed],
+            nbytes[streamed],
+            rows[streamed],
+            linked - streamed,
+            nbytes[linked] - nbytes[streamed],
+            rows[linked] - rows[streamed],
+            total - linked,
+            nbytes[total] - nbytes[linked],
+            rows[total] - rows[linked],
+        ),
+    )
 
 
 @decision(inline=True)
@@ -224,7 +238,8 @@ def _scan_prefixes(rates, options, hits, nbytes, rows, runs, total, limit):
     stride = (total + COARSE_SHARDS - 1) // COARSE_SHARDS
     while True:
         us, by_stream, by_link = _scan_range(
-            rates, options, hits, nbytes, rows, runs, total, limit, low, high, stride, best)
+            rates, options, hits, nbytes, rows, runs, total, limit, low, high, stride, best
+        )
         if by_link >= 0 and (us < best or linked < 0):
             best, streamed, linked = us, by_stream, by_link
         if stride == 1:
@@ -306,10 +321,22 @@ def _sum_subsets(nbytes, rows, runs, sums, total):
 def _subset_us(rates, hits, nbytes, rows, sums, total, subset, lane):
     size, row_size, count = sums[0, subset], sums[1, subset], int(sums[3, subset])
     streamed = lane == STREAM
-    return step_us(rates, Loads(
-        hits[0], hits[1], sums[2, subset] if streamed else 0.0, size if streamed else 0.0,
-        row_size if streamed else 0.0, 0 if streamed else count, 0.0 if streamed else size,
-        0.0 if streamed else row_size, total - count, nbytes - size, rows - row_size))
+    return step_us(
+        rates,
+        Loads(
+            hits[0],
+            hits[1],
+            sums[2, subset] if streamed else 0.0,
+            size if streamed else 0.0,
+            row_size if streamed else 0.0,
+            0 if streamed else count,
+            0.0 if streamed else size,
+            0.0 if streamed else row_size,
+            total - count,
+            nbytes - size,
+            rows - row_size,
+        ),
+    )
 
 
 @decision(inline=True)

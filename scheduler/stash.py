@@ -16,6 +16,7 @@ from llvmlite import ir
 from numba import typeof
 from numba.core import types
 from numba.core.imputils import impl_ret_borrowed
+from numba.core.types.containers import BaseTuple
 from numba.extending import intrinsic
 
 from trilane.jit import compiled
@@ -25,7 +26,7 @@ _WORD = 8
 
 def _size_of(kind: Any) -> int:
     """Words that surely hold Numba's form of a tuple: its members are pointers, numbers and array structures."""
-    if isinstance(kind, types.BaseTuple):
+    if isinstance(kind, BaseTuple):
         return sum(_size_of(member) for member in kind)
     return 5 + 2 * kind.ndim if isinstance(kind, types.Array) else 2
 
@@ -37,7 +38,7 @@ def _borrowed(context: Any, builder: Any, kind: Any, value: Any) -> Any:
         array.meminfo = ir.Constant(array.meminfo.type, None)
         array.parent = ir.Constant(array.parent.type, None)
         return array._getvalue()
-    if isinstance(kind, types.BaseTuple):
+    if isinstance(kind, BaseTuple):
         for i, member in enumerate(kind):
             inner = _borrowed(context, builder, member, builder.extract_value(value, i))
             value = builder.insert_value(value, inner, i)
@@ -117,5 +118,3 @@ def _on_two(function: Any, first: Any, second: Any) -> Any:
         return function(read_first(address), read_second(other))
 
     return call
-
-

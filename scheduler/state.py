@@ -85,8 +85,14 @@ class State(NamedTuple):
     max_jump: int
 
 
-def make_state(geometry: Geometry, num_slots: int | Sequence[int], *, pool: str = "shared",
-               eviction: str = "lru", half_life_steps: float = 16.0) -> State:
+def make_state(
+    geometry: Geometry,
+    num_slots: int | Sequence[int],
+    *,
+    pool: str = "shared",
+    eviction: str = "lru",
+    half_life_steps: float = 16.0,
+) -> State:
     """An empty cache.
 
     Parameters
@@ -144,8 +150,9 @@ def _slots_of_pools(num_slots: int | Sequence[int], num_pools: int) -> NDArray[n
     else:
         slots = [int(n) for n in num_slots]
     if len(slots) != num_pools or min(slots) < 0:
-        raise ValueError(f"num_slots is {num_slots}: give a count of 0 or more, or one for each of the "
-                         f"{num_pools} pools")
+        raise ValueError(
+            f"num_slots is {num_slots}: give a count of 0 or more, or one for each of the {num_pools} pools"
+        )
     return np.array(slots, np.int64)
 
 

@@ -126,9 +126,7 @@ class ExpertStore:
         wanted = _formats_of(formats, spec)
         sources = [_LayerSource(index, layer, wanted, spec) for index, layer in enumerate(layers)]
         if not sources:
-            raise StoreError(
-                "layers: none given, but a store needs at least one MoE layer; pass a mapping each"
-            )
+            raise StoreError("layers: none given, but a store needs at least one MoE layer; pass a mapping each")
         _check_same_hidden(sources)
         placed = _place_layers(sources)
         last = placed[-1]
@@ -203,9 +201,7 @@ class _LayerSource:
         array = view_array(value, f"layer {self._index}, {name}").array
         kinds = ("float32", "float16", "uint16", "uint8") if "bias" not in name else ("float32",)
         if array.dtype.name not in kinds:
-            raise self._error(
-                name, f"dtype {array.dtype}, but one of {', '.join(kinds)} is needed; convert it"
-            )
+            raise self._error(name, f"dtype {array.dtype}, but one of {', '.join(kinds)} is needed; convert it")
         return array
 
     def _check_merged(self, views: dict[str, np.ndarray]) -> None:
@@ -233,9 +229,7 @@ class _LayerSource:
         for name in self._formats:
             if self._arrays[name].ndim != 3:
                 shape = self._arrays[name].shape
-                raise self._error(
-                    name, f"shape {shape}, but (num_experts, rows, columns) is needed; stack them"
-                )
+                raise self._error(name, f"shape {shape}, but (num_experts, rows, columns) is needed; stack them")
         try:
             return ExpertLayout(
                 hidden=down.shape[1],
