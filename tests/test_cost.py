@@ -19,10 +19,26 @@ def test_rates_refuse_unknown_names():
 
 
 def test_terms_follow_their_formulas():
-    r = make_rates(hit_fix_us=1, hit_us_per_byte=0.1, hit_row_us_per_byte=0.2, stream_fix_us=2, run_fix_us=3,
-                   stream_us_per_byte=0.5, stream_tail_us=4, zero_copy_fix_us=5, zero_copy_us_per_byte=[1.0, 0.5],
-                   cpu_fix_us=6, cpu_us_per_byte=0.25, cpu_row_us_per_byte=0.01, cpu_shard_us=7,
-                   both_us_per_byte=0.125, num_cores=2, hit_cores=1, link_cores=1, cpu_cores=2)
+    r = make_rates(
+        hit_fix_us=1,
+        hit_us_per_byte=0.1,
+        hit_row_us_per_byte=0.2,
+        stream_fix_us=2,
+        run_fix_us=3,
+        stream_us_per_byte=0.5,
+        stream_tail_us=4,
+        zero_copy_fix_us=5,
+        zero_copy_us_per_byte=[1.0, 0.5],
+        cpu_fix_us=6,
+        cpu_us_per_byte=0.25,
+        cpu_row_us_per_byte=0.01,
+        cpu_shard_us=7,
+        both_us_per_byte=0.125,
+        num_cores=2,
+        hit_cores=1,
+        link_cores=1,
+        cpu_cores=2,
+    )
     assert cost.hits_us(r, 100, 100) == 1 + 20
     assert cost.hits_us(r, 100, 10) == 1 + 10
     assert cost.stream_us(r, 2, 100) == 2 + 6 + 50
@@ -41,9 +57,18 @@ def test_terms_follow_their_formulas():
 
 
 def test_idle_lanes_cost_nothing_even_at_an_unknown_rate():
-    unknown = make_rates(hit_us_per_byte=math.inf, stream_us_per_byte=math.inf, zero_copy_us_per_byte=math.inf,
-                         cpu_us_per_byte=math.inf, both_us_per_byte=math.inf, step_fix_us=2.0, num_cores=1,
-                         hit_cores=1, link_cores=1, cpu_cores=1)
+    unknown = make_rates(
+        hit_us_per_byte=math.inf,
+        stream_us_per_byte=math.inf,
+        zero_copy_us_per_byte=math.inf,
+        cpu_us_per_byte=math.inf,
+        both_us_per_byte=math.inf,
+        step_fix_us=2.0,
+        num_cores=1,
+        hit_cores=1,
+        link_cores=1,
+        cpu_cores=1,
+    )
     assert cost.step_us(unknown, NOTHING) == 2.0
 
 

@@ -74,9 +74,7 @@ def test_parse_cpu_list():
     [(1, 1, 1, False), (1.5, 1, 1, False), (4, 4, 3, True), (0.25, 1, 1, False), (2, 2, 2, False)],
 )
 @pytest.mark.parametrize("version", ["v1", "v2"])
-def test_quota_is_rounded_down_and_one_is_left(
-    machine, version, quota_cpus, num_concurrent, num_threads, spins
-):
+def test_quota_is_rounded_down_and_one_is_left(machine, version, quota_cpus, num_concurrent, num_threads, spins):
     machine.cores(8)
     quota_us = int(quota_cpus * 100_000)
     machine.v1(quota_us) if version == "v1" else machine.v2(f"{quota_us} 100000")
@@ -155,9 +153,7 @@ def test_only_the_upper_siblings_allowed(machine):
 
 
 def test_x86_efficiency_cores_are_left_out(machine):
-    machine.cores(12).v2().write("sys/devices/cpu_core/cpus", "0-7").write(
-        "sys/devices/cpu_atom/cpus", "8-11"
-    )
+    machine.cores(12).v2().write("sys/devices/cpu_core/cpus", "0-7").write("sys/devices/cpu_atom/cpus", "8-11")
     budget = machine.budget(range(12))
     assert budget.fast_cores == tuple(range(8))
     assert "4 efficiency cores left out" in budget.reasons

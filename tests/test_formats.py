@@ -63,9 +63,7 @@ def test_dequantize_random_bytes(name):
 
 
 @pytest.mark.parametrize("name", HALF_FIELDS)
-@pytest.mark.parametrize(
-    "half", [0x0000, 0x8000, 0x0001, 0x83FF, 0x7BFF, 0xFBFF, 0x7C00, 0xFC00, 0x7E01, 0x7D01]
-)
+@pytest.mark.parametrize("half", [0x0000, 0x8000, 0x0001, 0x83FF, 0x7BFF, 0xFBFF, 0x7C00, 0xFC00, 0x7E01, 0x7D01])
 def test_dequantize_odd_scales(name, half):
     """Zeros, subnormals, the largest, infinities, quiet and signalling NaN as the scale of a block."""
     fmt = FORMATS[name]

@@ -174,9 +174,7 @@ def test_layouts_compare_by_value_and_are_read_only():
 
 def test_row_lengths_that_do_not_suit_are_refused():
     q4, q8 = FORMATS["q4_k"], FORMATS["q8_0"]
-    with pytest.raises(
-        ValueError, match=r"down of an expert \(hidden 2048, intermediate 704\).*q4_k.*256; use one"
-    ):
+    with pytest.raises(ValueError, match=r"down of an expert \(hidden 2048, intermediate 704\).*q4_k.*256; use one"):
         ExpertLayout(2048, 704, q4, q4, q4)
     with pytest.raises(ValueError, match="gate of an expert .*K=2880"):
         ExpertLayout(2880, 2880, q4, q8, q8)
@@ -188,9 +186,7 @@ def test_wrong_parts_are_named():
     q8 = FORMATS["q8_0"]
     layout = ExpertLayout(64, 96, q8, q8, q8)
     source, out = random_source(layout), np.zeros(layout.expert_nbytes, np.uint8)
-    with pytest.raises(
-        ValueError, match=r"down is uint8 of shape \(64, 101\) but must be uint8 of shape \(64, 102\)"
-    ):
+    with pytest.raises(ValueError, match=r"down is uint8 of shape \(64, 101\) but must be uint8 of shape \(64, 102\)"):
         pack_expert(layout, out, source.gate, source.up, source.down[:, 1:])
     with pytest.raises(ValueError, match=r"gate must be given, of shape \(96, 68\)"):
         pack_expert(layout, out, None, source.up, source.down)

@@ -18,9 +18,7 @@ import trilane
 ROOT = Path(__file__).resolve().parent.parent
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
 SETUPTOOLS = PROJECT["tool"]["setuptools"]
-FOLDERS = {"scheduler": "trilane"} | {
-    name: f"trilane.{name}" for name in ("cpu_kernels", "gpu_kernels", "probes")
-}
+FOLDERS = {"scheduler": "trilane"} | {name: f"trilane.{name}" for name in ("cpu_kernels", "gpu_kernels", "probes")}
 
 # The decision files: functions over plain arrays. They know no kernel, no device and no thread.
 DECISIONS = {"expert", "cost", "profile", "plan", "split", "residency", "eviction", "state", "planner"}
@@ -130,9 +128,7 @@ def test_decision_files_are_the_ones_whose_coverage_counts() -> None:
 def test_the_listed_packages_are_the_folders_on_disk() -> None:
     on_disk = {module_name(path) for folder in FOLDERS for path in (ROOT / folder).rglob("__init__.py")}
     with_python = {
-        module_name(path.parent / "__init__.py")
-        for folder in FOLDERS
-        for path in (ROOT / folder).rglob("*.py")
+        module_name(path.parent / "__init__.py") for folder in FOLDERS for path in (ROOT / folder).rglob("*.py")
     }
     assert set(SETUPTOOLS["packages"]) == on_disk == with_python
     assert SETUPTOOLS["package-dir"] == {package: folder for folder, package in FOLDERS.items()}
@@ -177,9 +173,7 @@ def test_public_names_are_sorted_load_and_are_listed() -> None:
 def test_public_names_agree_with_what_a_type_checker_reads() -> None:
     tree = ast.parse(SOURCES["trilane"].read_text())
     block = next(node for node in tree.body if is_type_checking(node))
-    names = [
-        alias.name for node in ast.walk(block) if isinstance(node, ast.ImportFrom) for alias in node.names
-    ]
+    names = [alias.name for node in ast.walk(block) if isinstance(node, ast.ImportFrom) for alias in node.names]
     assert sorted(names) == trilane.__all__
 
 

@@ -21,10 +21,21 @@ from trilane.planner import plan_layer
 from trilane.residency import land_fill, reserve_slot, take_slots
 from trilane.state import check, make_state
 
-H200 = make_rates(step_fix_us=10, miss_fix_us=10, hit_us_per_byte=1e-3 / 3400, stream_fix_us=3, run_fix_us=2,
-                  stream_us_per_byte=1e-3 / 54.6, stream_tail_us=3, zero_copy_fix_us=2,
-                  zero_copy_us_per_byte=[1e-3 / x for x in (20, 41, 43, 45, 46, 47, 48, 49)], cpu_fix_us=10,
-                  cpu_us_per_byte=1e-3 / 75, cpu_row_us_per_byte=1e-3 / 300, both_us_per_byte=1e-3 / 125)
+H200 = make_rates(
+    step_fix_us=10,
+    miss_fix_us=10,
+    hit_us_per_byte=1e-3 / 3400,
+    stream_fix_us=3,
+    run_fix_us=2,
+    stream_us_per_byte=1e-3 / 54.6,
+    stream_tail_us=3,
+    zero_copy_fix_us=2,
+    zero_copy_us_per_byte=[1e-3 / x for x in (20, 41, 43, 45, 46, 47, 48, 49)],
+    cpu_fix_us=10,
+    cpu_us_per_byte=1e-3 / 75,
+    cpu_row_us_per_byte=1e-3 / 300,
+    both_us_per_byte=1e-3 / 125,
+)
 
 
 def settle(state, geometry, shards):
@@ -42,8 +53,18 @@ def plan_once(geometry, rates, options, experts, rows, *, resident=(), num_slots
     state = make_state(geometry, num_slots) if state is None else state
     settle(state, geometry, resident)
     work = make_work(geometry)
-    plan_layer(state, geometry, rates, options, 0, np.array(experts, np.int32), np.array(rows, np.int32), len(experts),
-               clock, work)
+    plan_layer(
+        state,
+        geometry,
+        rates,
+        options,
+        0,
+        np.array(experts, np.int32),
+        np.array(rows, np.int32),
+        len(experts),
+        clock,
+        work,
+    )
     check(state, geometry)
     assert_cost_is_the_plans(geometry, rates, rows, len(experts), work)
     return state, work
@@ -60,8 +81,9 @@ def loads_of(geometry, lanes, rows, copies=None):
             size = int(geometry.shard_nbytes[0, j])
             sums[lane] = [a + b for a, b in zip(sums[lane], (1, size, size * int(rows[i])), strict=True)]
             runs += lane == STREAM and (j == 0 or row[j - 1] != STREAM)
-    return Loads(*sums[HIT][1:], runs if copies is None else int(copies), *sums[STREAM][1:], *sums[ZERO_COPY],
-                 *sums[CPU])
+    return Loads(
+        *sums[HIT][1:], runs if copies is None else int(copies), *sums[STREAM][1:], *sums[ZERO_COPY], *sums[CPU]
+    )
 
 
 def assert_cost_is_the_plans(geometry, rates, rows, num_experts, work):
@@ -88,15 +110,33 @@ def brute_force(geometry, rates, missing, rows, lanes, mixed=False):
 
 RATES = st.builds(
     lambda step, hit, run, fix, link, zc, cpu, cpu_fix, both, tail, cores: make_rates(
-        step_fix_us=step, miss_fix_us=1, hit_us_per_byte=hit / 100, run_fix_us=run, stream_fix_us=fix,
-        stream_us_per_byte=link / 10, stream_tail_us=tail, zero_copy_fix_us=2, cpu_us_per_byte=cpu / 10,
-        zero_copy_us_per_byte=[(zc + 6 / n) / 10 for n in range(1, 9)], cpu_fix_us=cpu_fix, cpu_shard_us=1,
-        cpu_row_us_per_byte=cpu / 25, both_us_per_byte=both / 20, num_cores=cores, hit_cores=1, link_cores=1,
-        cpu_cores=2),
-    *[st.integers(0, 20) for _ in range(4)], *[st.integers(1, 30) for _ in range(3)],
-    *[st.integers(0, 20) for _ in range(3)], st.sampled_from([0, 0, 2]))
+        step_fix_us=step,
+        miss_fix_us=1,
+        hit_us_per_byte=hit / 100,
+        run_fix_us=run,
+        stream_fix_us=fix,
+        stream_us_per_byte=link / 10,
+        stream_tail_us=tail,
+        zero_copy_fix_us=2,
+        cpu_us_per_byte=cpu / 10,
+        zero_copy_us_per_byte=[(zc + 6 / n) / 10 for n in range(1, 9)],
+        cpu_fix_us=cpu_fix,
+        cpu_shard_us=1,
+        cpu_row_us_per_byte=cpu / 25,
+        both_us_per_byte=both / 20,
+        num_cores=cores,
+        hit_cores=1,
+        link_cores=1,
+        cpu_cores=2,
+    ),
+    *[st.integers(0, 20) for _ in range(4)],
+    *[st.integers(1, 30) for _ in range(3)],
+    *[st.integers(0, 20) for _ in range(3)],
+    st.sampled_from([0, 0, 2]),
+)
 MISSING = st.lists(st.lists(st.booleans(), min_size=3, max_size=3), min_size=1, max_size=3).filter(
-    lambda rows: sum(map(sum, rows)) <= 7)
+    lambda rows: sum(map(sum, rows)) <= 7
+)
 
 
 def plan_missing(sizes, rates, options, missing, rows):
@@ -156,20 +196,41 @@ def test_a_short_last_shard_costs_less_than_one_shard(rates, experts, shards):
         cpu, link = full * 40 + short * 12, (experts * (shards - 1) - full) * 40 + (experts - short) * 12
         runs = 1 if link else 0
         best = min(best, step_us(rates, Loads(0, 0, runs, link, link, 0, 0, 0, full + short, cpu, cpu)))
-    one = max(40 * rates.stream_us_per_byte, 40 * rates.cpu_us_per_byte + rates.cpu_shard_us * experts,
-              40 * rates.cpu_row_us_per_byte + rates.cpu_shard_us * experts)
+    one = max(
+        40 * rates.stream_us_per_byte,
+        40 * rates.cpu_us_per_byte + rates.cpu_shard_us * experts,
+        40 * rates.cpu_row_us_per_byte + rates.cpu_shard_us * experts,
+    )
     assert work.predicted_us[STEP_US] <= best + one + 1e-9
 
 
 def test_many_shards_are_split_as_well_as_by_a_full_scan():
     geometry = make_geometry([64], [[900_000] * 8])
     for experts in (1, 5, 8, 31, 64):
-        _, work = plan_once(geometry, H200, make_options(["stream", "cpu"], slack_runs=0), range(experts),
-                            [1] * experts, num_slots=600)
+        _, work = plan_once(
+            geometry, H200, make_options(["stream", "cpu"], slack_runs=0), range(experts), [1] * experts, num_slots=600
+        )
         total = experts * 8
         size = 900_000
-        best = min(step_us(H200, Loads(0, 0, -(-link // 8), link * size, link * size, 0, 0, 0, total - link,
-                                       (total - link) * size, (total - link) * size)) for link in range(total + 1))
+        best = min(
+            step_us(
+                H200,
+                Loads(
+                    0,
+                    0,
+                    -(-link // 8),
+                    link * size,
+                    link * size,
+                    0,
+                    0,
+                    0,
+                    total - link,
+                    (total - link) * size,
+                    (total - link) * size,
+                ),
+            )
+            for link in range(total + 1)
+        )
         assert work.predicted_us[STEP_US] == pytest.approx(best)
 
 
@@ -234,8 +295,9 @@ def scored_state(geometry, num_slots):
     return state
 
 
-@pytest.mark.parametrize("lanes, lane", [(["stream", "zero_copy"], ZERO_COPY), (["stream", "cpu"], CPU),
-                                         (["stream"], STREAM)])
+@pytest.mark.parametrize(
+    "lanes, lane", [(["stream", "zero_copy"], ZERO_COPY), (["stream", "cpu"], CPU), (["stream"], STREAM)]
+)
 def test_admission_by_score_keeps_the_better_expert(lanes, lane):
     geometry = make_geometry([8], [[1000] * 2])
     state = scored_state(geometry, 2)
@@ -334,8 +396,18 @@ def plan_many(state, geometry, rates, options, ids, rows, work, elapsed_ns):
     """Plan one step for each row of ``ids``, going round the layers; ns of each."""
     for k in range(ids.shape[0]):
         start = now_ns()
-        plan_layer(state, geometry, rates, options, k % geometry.num_layers, ids[k], rows, ids.shape[1],
-                   state.clock[0] + 1, work)
+        plan_layer(
+            state,
+            geometry,
+            rates,
+            options,
+            k % geometry.num_layers,
+            ids[k],
+            rows,
+            ids.shape[1],
+            state.clock[0] + 1,
+            work,
+        )
         elapsed_ns[k] = now_ns() - start
 
 
@@ -382,13 +454,31 @@ def random_digest(num_steps):
             lanes = [name for name in ("stream", "zero_copy", "cpu") if rng.random() < 0.8] or ["cpu"]
             options = make_options(lanes, admit=admit, slack_runs=float(rng.integers(2)))
             noise = rng.random(8) * 10
-            rates = make_rates(step_fix_us=noise[0], run_fix_us=noise[1], stream_us_per_byte=noise[2] / 50,
-                               zero_copy_us_per_byte=noise[3:5] / 50, cpu_us_per_byte=noise[5] / 50,
-                               cpu_row_us_per_byte=noise[6] / 99, both_us_per_byte=noise[7] / 99,
-                               num_cores=float(rng.integers(3)), cpu_cores=2.0, link_cores=1.0)
+            rates = make_rates(
+                step_fix_us=noise[0],
+                run_fix_us=noise[1],
+                stream_us_per_byte=noise[2] / 50,
+                zero_copy_us_per_byte=noise[3:5] / 50,
+                cpu_us_per_byte=noise[5] / 50,
+                cpu_row_us_per_byte=noise[6] / 99,
+                both_us_per_byte=noise[7] / 99,
+                num_cores=float(rng.integers(3)),
+                cpu_cores=2.0,
+                link_cores=1.0,
+            )
             plan_layer(state, geometry, rates, options, layer, ids, rows, n, clock, work)
-            for array in (work.lane, work.slot, work.victim, work.run, work.counts, work.predicted_us, state.slot_of,
-                          state.score, state.heap[: state.heap_size[0]], state.unit):
+            for array in (
+                work.lane,
+                work.slot,
+                work.victim,
+                work.run,
+                work.counts,
+                work.predicted_us,
+                state.slot_of,
+                state.score,
+                state.heap[: state.heap_size[0]],
+                state.unit,
+            ):
                 digest.update(np.ascontiguousarray(array).tobytes())
         check(state, geometry)
     return digest.hexdigest()
@@ -399,8 +489,14 @@ def test_compiled_and_plain_python_agree_to_the_last_bit():
     results = set()
     for disabled in ("0", "1"):
         env = {**os.environ, "NUMBA_DISABLE_JIT": disabled, "PYTHONWARNINGS": "error"}
-        run = subprocess.run([sys.executable, "-c", code], cwd=os.path.dirname(__file__), env=env, text=True,
-                             capture_output=True, check=False)
+        run = subprocess.run(
+            [sys.executable, "-c", code],
+            cwd=os.path.dirname(__file__),
+            env=env,
+            text=True,
+            capture_output=True,
+            check=False,
+        )
         assert run.returncode == 0, run.stderr
         results.add(run.stdout)
     assert len(results) == 1, results

@@ -146,9 +146,7 @@ FOUND = ggml.find_ggml()
 def test_ggml_computes_the_same_product(name) -> None:
     """Its result is checked like ours, so a rate means that it agreed."""
     arenas = (allocate_arena(SMALL), allocate_arena(SMALL))
-    rates = cpu_experts.measure_cpu_experts(
-        [name], [1], shapes=[(36, 512)], ggml=FOUND, arenas=arenas, num_samples=1
-    )
+    rates = cpu_experts.measure_cpu_experts([name], [1], shapes=[(36, 512)], ggml=FOUND, arenas=arenas, num_samples=1)
     assert (next(rates).ggml_gb_s or 0) > 0
 
 

@@ -25,9 +25,15 @@ DMA = Curve((65536, 262144, 1 << 20, 1 << 21, 1 << 22, 1 << 28), (13, 33, 47, 51
 def a_profile(**changes):
     values = dict(
         machine=Machine(cpu="a cpu", cores_allowed=16, gpu="a gpu"),
-        pinned_to_device=DMA, zero_copy=Curve((1, 2, 4, 8), (41, 45, 48, 49)), zero_copy_nbytes=2.65e6,
-        cpu_experts={"q4_k": Curve((1, 14), (11.4, 90.0))}, cpu_rows={"q4_k": Curve((1,), (40.0,))},
-        device_experts={"q4_k": 3400.0}, device_rows={"q4_k": 9000.0}, both_gb_s=125.0, cpu_fix_us=10.0,
+        pinned_to_device=DMA,
+        zero_copy=Curve((1, 2, 4, 8), (41, 45, 48, 49)),
+        zero_copy_nbytes=2.65e6,
+        cpu_experts={"q4_k": Curve((1, 14), (11.4, 90.0))},
+        cpu_rows={"q4_k": Curve((1,), (40.0,))},
+        device_experts={"q4_k": 3400.0},
+        device_rows={"q4_k": 9000.0},
+        both_gb_s=125.0,
+        cpu_fix_us=10.0,
     )
     return MachineProfile(**{**values, **changes})
 
@@ -38,13 +44,23 @@ def test_json_round_trip():
     assert load_profile(MachineProfile().to_json()) == MachineProfile()
 
 
-@pytest.mark.parametrize("change, what", [
-    ({"schema": 2}, "schema 2"), ({"schema": None}, "schema None"), ({"wibble": 1}, "wibble"),
-    ({"both_gb_s": -1}, "both_gb_s"), ({"both_gb_s": "fast"}, "fast"), ({"cpu_fix_us": True}, "True"),
-    ({"zero_copy": {"x": [1], "z": [1]}}, "rising"), ({"zero_copy": {"x": [2, 1], "y": [1, 1]}}, "rising"),
-    ({"zero_copy": {"x": [1], "y": [0]}}, "above 0"), ({"machine": {"brand": 1}}, "brand"),
-    ({"cpu_experts": 3}, "does not fit"), ({"zero_copy": 3}, "does not fit"),
-])
+@pytest.mark.parametrize(
+    "change, what",
+    [
+        ({"schema": 2}, "schema 2"),
+        ({"schema": None}, "schema None"),
+        ({"wibble": 1}, "wibble"),
+        ({"both_gb_s": -1}, "both_gb_s"),
+        ({"both_gb_s": "fast"}, "fast"),
+        ({"cpu_fix_us": True}, "True"),
+        ({"zero_copy": {"x": [1], "z": [1]}}, "rising"),
+        ({"zero_copy": {"x": [2, 1], "y": [1, 1]}}, "rising"),
+        ({"zero_copy": {"x": [1], "y": [0]}}, "above 0"),
+        ({"machine": {"brand": 1}}, "brand"),
+        ({"cpu_experts": 3}, "does not fit"),
+        ({"zero_copy": 3}, "does not fit"),
+    ],
+)
 def test_a_damaged_profile_is_refused_with_the_reason(change, what):
     values = json.loads(a_profile().to_json())
     with pytest.raises(ProfileError, match=what):
@@ -78,8 +94,12 @@ def test_more_in_flight_never_takes_less_time():
 
 def test_an_unmeasured_lane_is_never_free():
     r = MachineProfile().rates("q4_k", shard_nbytes=1000, threads=2)
-    for loads in (Loads(0, 0, 1, 9, 9, 0, 0, 0, 0, 0, 0), Loads(0, 0, 0, 0, 0, 1, 9, 9, 0, 0, 0),
-                  Loads(0, 0, 0, 0, 0, 0, 0, 0, 1, 9, 9), Loads(9, 9, 0, 0, 0, 0, 0, 0, 0, 0, 0)):
+    for loads in (
+        Loads(0, 0, 1, 9, 9, 0, 0, 0, 0, 0, 0),
+        Loads(0, 0, 0, 0, 0, 1, 9, 9, 0, 0, 0),
+        Loads(0, 0, 0, 0, 0, 0, 0, 0, 1, 9, 9),
+        Loads(9, 9, 0, 0, 0, 0, 0, 0, 0, 0, 0),
+    ):
         assert step_us(r, loads) == math.inf
 
 
@@ -88,8 +108,15 @@ def test_a_single_measured_size_has_no_fixed_cost():
 
 
 def test_lanes_of_a_host_device_share_its_cores_until_they_are_played():
-    host = host_profile(num_cores=2, copy_gb_s=8, zero_copy_gb_s=9, device_experts={"f32": 10.0},
-                        cpu_experts={"f32": Curve((1, 2), (10, 18))}, both_gb_s=20.0, step_fix_us=5.0)
+    host = host_profile(
+        num_cores=2,
+        copy_gb_s=8,
+        zero_copy_gb_s=9,
+        device_experts={"f32": 10.0},
+        cpu_experts={"f32": Curve((1, 2), (10, 18))},
+        both_gb_s=20.0,
+        step_fix_us=5.0,
+    )
     r = host.rates("f32", shard_nbytes=1000, threads=2)
     assert (r.num_cores, r.hit_cores, r.link_cores, r.cpu_cores) == (2, 1, 1, 2)
     assert r.zero_copy_on_device == 1 and r.both_us_per_byte == pytest.approx(5e-5)

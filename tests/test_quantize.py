@@ -123,8 +123,7 @@ def weights(kind: str) -> np.ndarray:
 
 
 KINDS = (
-    "gauss gauss_small laplace student_t3 student_t2 outlier_columns uniform positive above below tiny sparse"
-    " on_a_grid"
+    "gauss gauss_small laplace student_t3 student_t2 outlier_columns uniform positive above below tiny sparse on_a_grid"
 ).split()
 
 
@@ -162,9 +161,7 @@ for name in ("q4_k", "q6_k"):
 def test_compiled_equals_plain_python():
     def digest(**environment):
         command = [sys.executable, "-W", "error", "-c", DIGEST]
-        return subprocess.run(
-            command, env=os.environ | environment, capture_output=True, text=True, check=True
-        ).stdout
+        return subprocess.run(command, env=os.environ | environment, capture_output=True, text=True, check=True).stdout
 
     assert digest(NUMBA_DISABLE_JIT="1") == digest()
 
@@ -195,9 +192,7 @@ def test_one_weight_alone(name):
 
 @pytest.mark.parametrize("name", K_QUANTS)
 @settings(max_examples=60, deadline=None)
-@given(
-    seed=st.integers(0, 1 << 30), power=st.integers(-30, 5), spread=st.floats(0, 6), shift=st.floats(-4, 4)
-)
+@given(seed=st.integers(0, 1 << 30), power=st.integers(-30, 5), spread=st.floats(0, 6), shift=st.floats(-4, 4))
 def test_any_finite_block_stays_near(name, seed, power, spread, shift):
     """No block goes astray: finite bytes, and an error bounded by the range of the block."""
     rng = np.random.default_rng(seed)
@@ -253,9 +248,7 @@ def test_rows_larger_than_a_chunk_and_no_rows():
 
 
 def test_wrong_row_length():
-    with pytest.raises(
-        ValueError, match="K=2880 .*q4_k.*multiple of 256; use one of f32, f16, bf16, q8_0, mxfp4"
-    ):
+    with pytest.raises(ValueError, match="K=2880 .*q4_k.*multiple of 256; use one of f32, f16, bf16, q8_0, mxfp4"):
         quantize_matrix(np.zeros((1, 2880), np.float32), FORMATS["q4_k"])
     with pytest.raises(ValueError, match="K=100 .*q8_0.*multiple of 32; no format"):
         quantize_matrix(np.zeros((1, 100), np.float32), FORMATS["q8_0"])

@@ -18,19 +18,31 @@ RATES = make_rates(stream_us_per_byte=1.0, run_fix_us=5.0, zero_copy_us_per_byte
 LANES = st.lists(st.sampled_from(["stream", "zero_copy", "cpu"]), min_size=1, unique=True)
 
 
-@pytest.mark.parametrize("num_experts, sizes, what", [
-    ([], [], "at least one"), ([2], [[1], [1]], "one entry for each"), ([0], [[1]], "at least one expert"),
-    ([2], [[]], "at least one expert"), ([2], [[4, 0]], "at least one byte"),
-])
+@pytest.mark.parametrize(
+    "num_experts, sizes, what",
+    [
+        ([], [], "at least one"),
+        ([2], [[1], [1]], "one entry for each"),
+        ([0], [[1]], "at least one expert"),
+        ([2], [[]], "at least one expert"),
+        ([2], [[4, 0]], "at least one byte"),
+    ],
+)
 def test_a_geometry_without_sense_is_refused(num_experts, sizes, what):
     with pytest.raises(ValueError, match=what):
         make_geometry(num_experts, sizes)
 
 
-@pytest.mark.parametrize("change, what", [
-    ({"pool": "none"}, "pool"), ({"eviction": "fifo"}, "eviction"), ({"half_life_steps": 0}, "half_life_steps"),
-    ({"num_slots": -1}, "num_slots"), ({"num_slots": [1, 2, 3]}, "num_slots"),
-])
+@pytest.mark.parametrize(
+    "change, what",
+    [
+        ({"pool": "none"}, "pool"),
+        ({"eviction": "fifo"}, "eviction"),
+        ({"half_life_steps": 0}, "half_life_steps"),
+        ({"num_slots": -1}, "num_slots"),
+        ({"num_slots": [1, 2, 3]}, "num_slots"),
+    ],
+)
 def test_a_state_without_sense_is_refused(change, what):
     with pytest.raises(ValueError, match=what):
         make_state(make_geometry([2, 2], [[1]] * 2), **{"num_slots": 3, **change})
@@ -179,8 +191,10 @@ class Events(RuleBasedStateMachine):
     """Any order of plans, waves, fills, landings, faults and touches keeps every invariant."""
 
     @initialize(
-        slots=st.integers(0, 14), pool=st.sampled_from(["shared", "layer"]),
-        eviction=st.sampled_from(["lru", "decayed_frequency"]), half_life=st.sampled_from([0.02, 1.0, 16.0]),
+        slots=st.integers(0, 14),
+        pool=st.sampled_from(["shared", "layer"]),
+        eviction=st.sampled_from(["lru", "decayed_frequency"]),
+        half_life=st.sampled_from([0.02, 1.0, 16.0]),
     )
     def start(self, slots, pool, eviction, half_life):
         self.geometry = make_geometry([4, 3, 4], [[10, 10, 4], [8], [10, 10]])
@@ -189,8 +203,14 @@ class Events(RuleBasedStateMachine):
         self.clock, self.fills, self.left = 0, [], 0
         self.layer, self.ids = 0, np.zeros(0, np.int32)
 
-    @rule(data=st.data(), layer=st.integers(0, 2), ticks=st.integers(0, 3), lanes=LANES,
-          admit=st.sampled_from(["always", "score"]), fills=st.booleans())
+    @rule(
+        data=st.data(),
+        layer=st.integers(0, 2),
+        ticks=st.integers(0, 3),
+        lanes=LANES,
+        admit=st.sampled_from(["always", "score"]),
+        fills=st.booleans(),
+    )
     def plan(self, data, layer, ticks, lanes, admit, fills):
         count = int(np.diff(self.geometry.first_expert)[layer])
         ids = data.draw(st.lists(st.integers(0, count - 1), unique=True, max_size=count))
@@ -199,8 +219,9 @@ class Events(RuleBasedStateMachine):
         self.clock += ticks
         self.options = make_options(lanes, admit=admit, fills=fills)
         before = self.state.slot_of.copy()
-        self.left = plan_layer(self.state, self.geometry, RATES, self.options, layer, self.ids, self.rows, len(ids),
-                               self.clock, self.work)
+        self.left = plan_layer(
+            self.state, self.geometry, RATES, self.options, layer, self.ids, self.rows, len(ids), self.clock, self.work
+        )
         self.see_plan(before)
 
     def see_plan(self, before):
@@ -226,8 +247,9 @@ class Events(RuleBasedStateMachine):
     @rule()
     def wave(self):
         before = self.state.slot_of.copy()
-        self.left = plan_wave(self.state, self.geometry, RATES, self.options, self.layer, self.ids, self.rows,
-                              len(self.ids), self.work)
+        self.left = plan_wave(
+            self.state, self.geometry, RATES, self.options, self.layer, self.ids, self.rows, len(self.ids), self.work
+        )
         shards = int(self.geometry.num_shards[self.layer])
         lanes = self.work.lane[: len(self.ids) * shards]
         assert self.work.counts[NUM_FILLS] == (lanes == STREAM).sum()
@@ -239,8 +261,9 @@ class Events(RuleBasedStateMachine):
     def hint(self, layer, data, most):
         count = int(np.diff(self.geometry.first_expert)[layer])
         ids = np.array(data.draw(st.lists(st.integers(0, count - 1), unique=True, max_size=count)), np.int32)
-        num = plan_fills(self.state, self.geometry, make_options(max_fills=most), layer, ids, len(ids), self.clock,
-                         self.hints)
+        num = plan_fills(
+            self.state, self.geometry, make_options(max_fills=most), layer, ids, len(ids), self.clock, self.hints
+        )
         self.fills += zip(self.hints.fill_slot[:num].tolist(), self.hints.fill_shard[:num].tolist(), strict=True)
 
     @precondition(lambda self: self.fills)

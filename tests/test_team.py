@@ -194,9 +194,7 @@ def test_first_touch_keeps_contents(team, skip, nbytes):
     assert np.array_equal(memory, copy)
 
 
-@pytest.mark.parametrize(
-    ("address", "nbytes", "stripe"), [(4, 9, 4096), (8, -1, 4096), (8, 9, 100), (0, 9, 4096)]
-)
+@pytest.mark.parametrize(("address", "nbytes", "stripe"), [(4, 9, 4096), (8, -1, 4096), (8, 9, 100), (0, 9, 4096)])
 def test_first_touch_refuses_what_it_cannot_do(team, address, nbytes, stripe):
     with pytest.raises(ValueError, match="multiple of 8"):
         team.first_touch(address, nbytes, stripe)
@@ -346,9 +344,7 @@ def test_pinning(team):
 @pytest.mark.skipif(not LINUX, reason="needs linux: reads /proc")
 def test_threads_have_names(team):
     with LaneThread("copy") as lane:
-        names = [
-            Path(f"/proc/self/task/{t.native_id}/comm").read_text() for t in [*team._threads, *lane._threads]
-        ]
+        names = [Path(f"/proc/self/task/{t.native_id}/comm").read_text() for t in [*team._threads, *lane._threads]]
     assert names == ["worker-0\n", "worker-1\n", "copy-0\n"]
 
 
@@ -413,9 +409,7 @@ def test_a_spinner_that_shares_its_core_rests():
 def test_a_spinner_notices_that_it_shares_its_core():
     words, rest = block(0), block(0)
     mask = os.sched_getaffinity(0)
-    spinner = threading.Thread(
-        target=spin_while, args=(words.ctypes.data, 0, 5_000_000_000, rest.ctypes.data)
-    )
+    spinner = threading.Thread(target=spin_while, args=(words.ctypes.data, 0, 5_000_000_000, rest.ctypes.data))
     try:
         os.sched_setaffinity(0, {min(mask)})  # the new thread inherits it
         spinner.start()
