@@ -12,7 +12,7 @@ from trilane.stats import LaneTotal, Total
 HITS_US, FETCH_US, CPU_US = 0, 1, 2  # places in lane_us
 
 
-@compiled
+@compiled(counted=False)
 def account_wave(totals, work, ws, lane_us):
     """Observed us of each lane's job into ``lane_us``; shards, bytes and fills into the totals."""
     device, link, team = ws.device_job, ws.link_job, ws.team_job
@@ -32,7 +32,7 @@ def account_wave(totals, work, ws, lane_us):
     totals[Total.EVICTIONS] += work.counts[NUM_EVICTIONS]
 
 
-@compiled
+@compiled(counted=False)
 def account_step(totals, journal, layer, num_experts, num_rows, num_shards, lane_us, step_us, plan_us):
     """The step's times, and its experts by lane, into the totals and the journal."""
     totals[Total.STEPS] += 1
@@ -56,7 +56,7 @@ def account_step(totals, journal, layer, num_experts, num_rows, num_shards, lane
     _observe(journal.observed_us[layer], journal.counts[layer], lane_us, step_us)
 
 
-@compiled
+@compiled(counted=False)
 def _observe(observed, counts, lane_us, step_us):
     """Observed us by the terms of the cost model; what was not measured by itself stays NaN."""
     if counts[HIT] > 0:

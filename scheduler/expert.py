@@ -27,18 +27,13 @@ LANE_NAMES = ("hit", "stream", "zero_copy", "cpu")
 
 
 def decision(fn: Callable[..., Any] | None = None, *, inline: bool = False) -> Any:
-    """Compile a decision function: `jit.compiled`, without reference counts.
+    """Compile a decision function: `jit.compiled`, without reference counts; ``inline`` merges it into callers.
 
-    A decision gets its state as tuples of some twenty arrays. Counting references to them at every call would
-    take most of its time, and a function that allocates nothing has nothing to count: one that did allocate would
-    not compile so.
+    A decision gets its state as tuples of some twenty arrays, and allocates nothing.
     """
     if fn is None:
         return functools.partial(decision, inline=inline)
-    made = compiled(fn, inline=inline)
-    if hasattr(made, "targetoptions"):  # plain Python has none
-        made.targetoptions["_nrt"] = False
-    return made
+    return compiled(fn, merge=inline, counted=False)
 
 
 class Geometry(NamedTuple):

@@ -92,7 +92,7 @@ class HostStep(NamedTuple):
     step: np.ndarray
 
 
-@compiled
+@compiled(counted=False)
 def group_step(run):
     """Group the rows by expert; experts routed to, or ``-1 - entry`` of an id that does not exist."""
     step, layer = run.step, run.step[Step.LAYER]
@@ -111,7 +111,7 @@ def group_step(run):
     return found
 
 
-@compiled
+@compiled(counted=False)
 def open_step(run, rates):
     """Plan the grouped and published rows, lay the work out, and post the lanes; DONE or REFUSED."""
     step, g, layer = run.step, run.grouping, run.step[Step.LAYER]
@@ -132,7 +132,7 @@ def open_step(run, rates):
     return post_wave(run)
 
 
-@compiled
+@compiled(counted=False)
 def post_wave(run):
     """Lay out what the plan places now, and start the lanes that have work."""
     step, ws, lanes = run.step, run.ws, run.lanes
@@ -157,7 +157,7 @@ def post_wave(run):
     return REFUSED if refused else DONE
 
 
-@compiled
+@compiled(counted=False)
 def _await(words, ticket, deadline):
     """Wait for a lane until the deadline: DONE, WAITING or FAILED."""
     if ticket == 0:
@@ -167,7 +167,7 @@ def _await(words, ticket, deadline):
     return DONE if job_error(words, ticket) == 0 else FAILED
 
 
-@compiled
+@compiled(counted=False)
 def await_lanes(run):
     """Wait for all lanes of the wave, at most WAIT_NS; the device thread waits for the link itself."""
     step, lanes = run.step, run.lanes
@@ -180,7 +180,7 @@ def await_lanes(run):
     return status
 
 
-@compiled
+@compiled(counted=False)
 def finish_step(run):
     """Wait, account, combine. MORE_WAVES and MANY_ROWS leave the rest of it to the caller."""
     status = await_lanes(run)
@@ -192,7 +192,7 @@ def finish_step(run):
     return combine_step(run)
 
 
-@compiled
+@compiled(counted=False)
 def combine_step(run):
     """Combine the parts of a few rows, or only fill the block in where there are MANY_ROWS."""
     step = run.step
@@ -207,7 +207,7 @@ def combine_step(run):
     return close_step(run)
 
 
-@compiled
+@compiled(counted=False)
 def close_step(run):
     """The step's times into totals and journal."""
     step, layer = run.step, run.step[Step.LAYER]
@@ -219,7 +219,7 @@ def close_step(run):
     return DONE
 
 
-@compiled
+@compiled(counted=False)
 def next_wave(run, rates):
     """Plan and post what the wave before left; DONE, REFUSED, or FAILED where no slot can be had at all."""
     step, g, layer = run.step, run.grouping, run.step[Step.LAYER]

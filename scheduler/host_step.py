@@ -61,7 +61,7 @@ class Tables(NamedTuple):
     played: np.ndarray
 
 
-@compiled
+@compiled(counted=False)
 def set_publish(tables, ws, layer, num_rows, address, stride, element, int8_stride, floats_stride):
     """The publish block: where the hidden rows are, and which records the layer needs."""
     block = ws.publish
@@ -78,7 +78,7 @@ def set_publish(tables, ws, layer, num_rows, address, stride, element, int8_stri
     block[Publish.NUM_ROWS] = num_rows
 
 
-@compiled
+@compiled(counted=False)
 def set_combine(tables, ws, grouping_address, layer, num_rows, top_k, address, stride, element):
     """The combine block; ``grouping_address`` int64[2] has the addresses of the ids and positions."""
     block = ws.combine
@@ -99,7 +99,7 @@ def set_combine(tables, ws, grouping_address, layer, num_rows, top_k, address, s
     block[Combine.NUM_ROWS] = num_rows
 
 
-@compiled
+@compiled(counted=False)
 def point_rows(tables, ws, grouping, layer, num_positions, int8_stride, floats_stride):
     """Give each grouped row the addresses of its token's records."""
     for position in range(num_positions):
@@ -110,7 +110,7 @@ def point_rows(tables, ws, grouping, layer, num_positions, int8_stride, floats_s
         ws.up_inputs[position] = as_int8 if tables.up_int8[layer] else as_floats
 
 
-@compiled
+@compiled(counted=False)
 def lay_out_step(tables, ws, grouping, plan, layer, num_experts, counts):
     """Blocks of all lanes for what the plan places now.
 
@@ -131,7 +131,7 @@ def lay_out_step(tables, ws, grouping, plan, layer, num_experts, counts):
     _set_jobs(tables, ws, layer, counts)
 
 
-@compiled
+@compiled(counted=False)
 def _count_lanes(ws, plan, num, counts):
     counts[:] = 0
     for at in range(num):
@@ -143,13 +143,13 @@ def _count_lanes(ws, plan, num, counts):
     ws.cursor[ZERO_COPY] = counts[HIT] + counts[STREAM] + counts[CPU]
 
 
-@compiled
+@compiled(counted=False)
 def _source_address(tables, layer, expert, j):
     start = tables.expert_base[layer] + expert * tables.expert_stride[layer]
     return start + tables.descriptor[layer, j, layout.OFFSET]
 
 
-@compiled
+@compiled(counted=False)
 def _lay_out_shard(tables, ws, grouping, plan, layer, i, j, index):
     """The item of shard ``j`` of the ``i``-th expert: weights from its slot or from the arena, rows, scratch."""
     num_shards = tables.num_shards[layer]
@@ -174,12 +174,12 @@ def _lay_out_shard(tables, ws, grouping, plan, layer, i, j, index):
     block[Shard.LANDED] = 0
 
 
-@compiled
+@compiled(counted=False)
 def _plane(weights, offset):
     return weights + offset if offset >= 0 else 0
 
 
-@compiled
+@compiled(counted=False)
 def _set_weights(block, where, weights):
     """Addresses of the shard's planes, for a shard whose bytes start at ``weights``."""
     block[Shard.GATE] = _plane(weights, where[layout.GATE_MAIN])
@@ -196,7 +196,7 @@ def _set_weights(block, where, weights):
     block[Shard.DOWN_SIDE_STRIDE] = where[layout.DOWN_SIDE_STRIDE]
 
 
-@compiled
+@compiled(counted=False)
 def _lay_out_piece(tables, ws, grouping, plan, layer, i, j, index, counts):
     """The link's piece for a streamed shard or one that is read in place."""
     at = i * tables.num_shards[layer] + j
@@ -216,7 +216,7 @@ def _lay_out_piece(tables, ws, grouping, plan, layer, i, j, index, counts):
     piece[Piece.PLAYED_NS] = np.int64(nbytes * rate + fix) if rate > 0.0 else 0
 
 
-@compiled
+@compiled(counted=False)
 def _set_jobs(tables, ws, layer, counts):
     """The job blocks of the three lanes; a lane's due time is set when it is posted."""
     shards, words = ws.address[Part.SHARDS], tables.layer_address[layer]
@@ -239,7 +239,7 @@ def _set_jobs(tables, ws, layer, counts):
         _cut_tasks(tables, team, layer, counts[CPU])
 
 
-@compiled
+@compiled(counted=False)
 def _cut_tasks(tables, team, layer, num_shards):
     """Chunks a shard, so that each worker gets about TASKS_PER_THREAD tasks; one worker needs no cutting."""
     wanted = 1 if tables.num_threads == 1 else -(-TASKS_PER_THREAD * tables.num_threads // num_shards)

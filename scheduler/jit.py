@@ -164,7 +164,9 @@ def _cached(dispatcher: Any, fn: Callable[..., Any]) -> None:
         return
 
 
-def compiled(fn: Callable[..., Any] | None = None, *, inline: bool = False) -> Any:
+def compiled(
+    fn: Callable[..., Any] | None = None, *, inline: bool = False, merge: bool = False, counted: bool = True
+) -> Any:
     """Compile ``fn`` in nopython mode, without the GIL and without fast-math.
 
     Parameters
@@ -172,19 +174,28 @@ def compiled(fn: Callable[..., Any] | None = None, *, inline: bool = False) -> A
     fn : callable
         A function in Numba's subset.
     inline : bool
-        Inline it at every call (small helpers of kernels); such a function is not cached by itself.
+        Inline its source at every call (small helpers of kernels); such a function is not cached by itself.
+    merge : bool
+        Let LLVM merge its code into every caller: as quick to run, and far quicker to compile where functions
+        are large, since each is typed once.
+    counted : bool
+        Count references to arrays. A function that gets tuples of many arrays spends most of its time on that, at
+        run time and in the compiler; one that allocates nothing has nothing to count, and one that does would not
+        compile without.
 
     Returns
     -------
     dispatcher, or ``fn`` itself where ``NUMBA_DISABLE_JIT`` is set.
     """
     if fn is None:
-        return functools.partial(compiled, inline=inline)
+        return functools.partial(compiled, inline=inline, merge=merge, counted=counted)
     if numba_config.DISABLE_JIT:
         return fn
     if inline:
         return numba.njit(inline="always", **FLAGS)(fn)
-    dispatcher = numba.njit(**FLAGS)(fn)
+    dispatcher = numba.njit(forceinline=merge, **FLAGS)(fn)
+    if not counted:
+        dispatcher.targetoptions["_nrt"] = False
     _cached(dispatcher, fn)
     return dispatcher
 

@@ -75,15 +75,17 @@ def make_journal(geometry: Geometry) -> Journal:
     )
 
 
-@compiled
+@compiled(counted=False)
 def write_plan(journal, geometry, layer, clock, experts, rows, num_experts, work):
     """Keep a plan: as the layer's last one, and a row of the log for each expert."""
     num_shards = geometry.num_shards[layer]
     journal.clock[layer] = clock
     journal.num_experts[layer] = num_experts
-    journal.counts[layer, :] = work.counts
-    journal.predicted_us[layer, :] = work.predicted_us
-    journal.observed_us[layer, :] = np.nan
+    for k in range(work.counts.size):  # loops: copies of arrays may allocate
+        journal.counts[layer, k] = work.counts[k]
+    for k in range(NUM_TERMS):
+        journal.predicted_us[layer, k] = work.predicted_us[k]
+        journal.observed_us[layer, k] = np.nan
     for i in range(num_experts):
         journal.experts[layer, i] = experts[i]
         journal.rows[layer, i] = rows[i]
@@ -102,10 +104,10 @@ def write_plan(journal, geometry, layer, clock, experts, rows, num_experts, work
         journal.next_row[0] += 1
 
 
-@compiled
+@compiled(counted=False)
 def write_wave(journal, layer, num, work):
     """Add a further wave to the layer's last plan: what it placed, and its predicted times."""
-    for k in range(work.counts.size):  # loops: array expressions would allocate
+    for k in range(work.counts.size):
         journal.counts[layer, k] += work.counts[k]
     for k in range(NUM_TERMS):
         journal.predicted_us[layer, k] += work.predicted_us[k]

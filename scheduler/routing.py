@@ -53,7 +53,7 @@ def make_grouping(max_entries: int, num_experts: int) -> Grouping:
     )
 
 
-@compiled
+@compiled(counted=False)
 def group_rows(grouping, num_tokens, top_k, num_experts):
     """Group the entries of ``grouping.ids`` by expert.
 
@@ -83,7 +83,7 @@ def group_rows(grouping, num_tokens, top_k, num_experts):
     return num
 
 
-@compiled
+@compiled(counted=False)
 def _list_experts(grouping, num_experts):
     """Turn the counts in ``cursor`` into the list of experts; leaves each one's first position there."""
     num = 0

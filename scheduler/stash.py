@@ -102,7 +102,7 @@ def on_stashes(function: Callable[..., Any], *kinds: Any) -> Any:
 def _on_one(function: Any, kind: Any) -> Any:
     read = _reader(kind)
 
-    @compiled
+    @compiled(counted=False)
     def call(address):
         return function(read(address))
 
@@ -113,7 +113,7 @@ def _on_one(function: Any, kind: Any) -> Any:
 def _on_two(function: Any, first: Any, second: Any) -> Any:
     read_first, read_second = _reader(first), _reader(second)
 
-    @compiled
+    @compiled(counted=False)
     def call(address, other):
         return function(read_first(address), read_second(other))
 
