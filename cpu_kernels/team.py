@@ -44,6 +44,7 @@ __all__ = [
 
 DRAIN_S = 0.2  # how long an interrupted wait lets running tasks end before it gives the interrupt on
 START_TIMEOUT_S = 30.0
+LAST_BREATH_S = 0.2  # how long the thread of a worker that died may take to end
 FAULTS = {"die": jobs.DIE, "stall": jobs.STALL}
 
 
@@ -248,10 +249,19 @@ class WorkerTeam:
         """Raise if the team cannot be used or a worker is gone; for who drives it from native code."""
         self._check_usable()
         if self._finalizer is not None:
-            gone = [thread.name for thread in self._threads if not thread.is_alive()]
+            gone = self._lost_workers()
             if gone or self._word(jobs.DEAD):
-                who = ", ".join(gone) or "a worker"
+                who = ", ".join(gone) or f"a worker of {self.name}"
                 self._fail(WorkerDied(f"{who} is gone; close the team and make a new one"), None)
+
+    def _lost_workers(self) -> list[str]:
+        """Names of workers whose threads have ended; one that has just said so gets a moment to end."""
+        deadline = time.monotonic() + (LAST_BREATH_S if self._word(jobs.DEAD) else 0.0)
+        while True:
+            gone = [thread.name for thread in self._threads if not thread.is_alive()]
+            if gone or time.monotonic() >= deadline:
+                return gone
+            time.sleep(0.001)
 
     def longest_task_s(self) -> float:
         """For how long the longest of the running tasks has been running; 0 where none runs."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 from typing import Any
 
 import pytest
@@ -24,6 +25,9 @@ settings.register_profile(
     "trilane", deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow], database=None
 )
 settings.load_profile("trilane")
+
+# A shell that starts the tests in the background ignores Ctrl-C for them, and so for the programs that they start.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 _bad_skips: list[str] = []
 
