@@ -136,17 +136,20 @@ def test_chunks_cover_all_rows_once(size, num_chunks):
 
 
 def test_played_lanes_take_the_time_that_they_play(scheduler_of):
-    """Slower than the machine, each lane by its own rate; the bits stay."""
+    """Slower than the machine, each lane by its own rate; the bits stay. A busy machine may add to a try, not to all."""
     store = random_store("q8_0", experts=4, hidden=256, intermediate=512)
     nbytes = float(store.layers[0].layout.shard_nbytes.sum())
     played = {"link_gb_s": nbytes / 8e6, "zero_copy_gb_s": nbytes / 10e6, "cpu_gb_s": nbytes / 12e6}
     x = np.random.default_rng(0).standard_normal((1, 256)).astype(np.float32)
-    ids, weights = [[2]], [[1.0]]
+    weights = [[1.0]]
     for lane, place, wanted_us in (("stream", 1, 8e3), ("zero_copy", 1, 10e3), ("cpu", 2, 12e3)):
         scheduler = scheduler_of(store, policy={"force": lane}, host_device=played, cache={"fraction": 1.0})
-        assert_same_bits(scheduler.forward(0, x, ids, weights), expected(store, 0, x, ids, weights))
-        took_us = scheduler._runner.lane_us[place]
-        assert wanted_us <= took_us < wanted_us + 4e3, f"{lane}: {took_us} us"
+        took_us = []
+        for expert in range(4):
+            ids = [[expert]]
+            assert_same_bits(scheduler.forward(0, x, ids, weights), expected(store, 0, x, ids, weights))
+            took_us.append(scheduler._runner.lane_us[place])
+        assert 0.999 * wanted_us <= min(took_us) < wanted_us + 4e3, f"{lane}: {took_us} us"
         assert scheduler.stats().played == {name: pytest.approx(rate) for name, rate in played.items()}
 
 
@@ -157,9 +160,11 @@ def test_resident_shards_play_their_rate_too(scheduler_of):
         store, policy={"force": "stream"}, cache={"fraction": 1.0}, host_device={"hit_gb_s": nbytes / 9e6}
     )
     x = np.ones((1, 256), np.float32)
-    for _ in range(2):
+    took_us = []
+    for _ in range(5):
         scheduler.forward(0, x, [[2]], [[1.0]])
-    assert 9e3 <= scheduler._runner.lane_us[0] < 13e3
+        took_us.append(scheduler._runner.lane_us[0])
+    assert 0.999 * 9e3 <= min(took_us[1:]) < 13e3, took_us
 
 
 def test_played_rates():
