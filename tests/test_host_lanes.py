@@ -136,7 +136,7 @@ def test_chunks_cover_all_rows_once(size, num_chunks):
 
 
 def test_played_lanes_take_the_time_that_they_play(scheduler_of):
-    """Slower than the machine, each lane by its own rate; the bits stay. A busy machine may add to a try, not to all."""
+    """Slower than the machine, each lane by its own rate. A busy machine may add to one try, not to all."""
     store = random_store("q8_0", experts=4, hidden=256, intermediate=512)
     nbytes = float(store.layers[0].layout.shard_nbytes.sum())
     played = {"link_gb_s": nbytes / 8e6, "zero_copy_gb_s": nbytes / 10e6, "cpu_gb_s": nbytes / 12e6}
