@@ -120,6 +120,7 @@ def run_demo(tokens: int, hidden: int, slots: float, played: Mapping[str, float]
     store = make_store(trace, hidden, hidden)
     print(f"store:   {store}, MXFP4, hidden {hidden}, made in {time.perf_counter() - start:.1f} s")
     print(f"speeds:  {_describe_speeds(played)}")
+    print("running: the first time, the code is compiled and cached, which takes a minute or two ...", flush=True)
     base: dict[str, Any] = {"host_device": dict(played), "cache": {"fraction": slots}}
     resident = {**base, "cache": {"fraction": 1.0}, "policy": {"force": "stream"}}
     runs = [run_conversation("all resident", store, trace, tokens, resident, warm=True)]
