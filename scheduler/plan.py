@@ -93,7 +93,8 @@ class Work(NamedTuple):
         What the last `plan_fills` reserved.
 
     The others are scratch: what hits holds (bytes, rows x bytes); by expert (reuse, order, missing, refused); by
-    missing shard in link order (entry, who: the how-manieth expert, shard: its key, side); sums over prefixes of
+    stretch of neighbouring missing shards in link order (entry: its first index, who: the how-manieth expert, shard:
+    its first key, until: where it ends in the order); by missing shard in link order (side); sums over prefixes of
     that order (nbytes, row_nbytes, runs); by subset.
     """
 
@@ -117,6 +118,7 @@ class Work(NamedTuple):
     entry: NDArray[np.int32]
     who: NDArray[np.int32]
     shard: NDArray[np.int64]
+    until: NDArray[np.int32]
     side: NDArray[np.int8]
     nbytes: NDArray[np.float64]
     row_nbytes: NDArray[np.float64]
@@ -149,6 +151,7 @@ def make_work(geometry: Geometry, max_experts: int | None = None) -> Work:
         entry=np.zeros(size, np.int32),
         who=np.zeros(size, np.int32),
         shard=np.zeros(size, np.int64),
+        until=np.zeros(size, np.int32),
         side=np.zeros(size, np.int8),
         nbytes=np.zeros(size + 1, np.float64),
         row_nbytes=np.zeros(size + 1, np.float64),

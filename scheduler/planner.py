@@ -12,7 +12,7 @@ from trilane.cost import Loads, write_terms
 from trilane.eviction import advance_clock, count_hint, count_use, hold_expert, release_step, score_if_used
 from trilane.expert import CPU, HIT, SKIP, STREAM, UNPLACED, ZERO_COPY, decision
 from trilane.plan import NUM_COPIES, NUM_EVICTIONS, NUM_FILLS, NUM_MISSING, NUM_UNPLACED
-from trilane.residency import NO_PRICE, empty_slot, fill_slots, reserve_slot, slot_price, take_slots
+from trilane.residency import NO_PRICE, claim_slots, empty_slot, fill_slots, reserve_slot, slot_price, take_slots
 from trilane.split import Step, allows, choose_split
 
 
@@ -97,8 +97,8 @@ def _look_up(state, geometry, step, work):
     num_shards = geometry.num_shards[layer]
     first = geometry.first_expert[layer]
     count = geometry.first_expert[layer + 1] - first
-    num_hits = 0
-    nbytes = row_nbytes = 0.0
+    _clear_marks(work.lane, work.slot, work.victim, work.run, step.num_experts * num_shards)
+    num_hits = nbytes = row_nbytes = 0
     for i in range(step.num_experts):
         if step.experts[i] < 0 or step.experts[i] >= count:
             raise ValueError("an expert id is outside its layer: drop skipped ids before planning")
@@ -106,27 +106,35 @@ def _look_up(state, geometry, step, work):
         hold_expert(state, state.pool_of[layer], expert)
         work.reuse[i] = state.score[expert]
         count_use(state, expert)
+        work.missing[i] = num_shards - state.resident[expert]
+        if state.resident[expert] == 0:
+            continue
+        num_hits += int(state.resident[expert])
         shard = geometry.first_shard[layer] + step.experts[i] * num_shards
-        missing = num_shards
+        size = 0
         for j in range(num_shards):
             slot = state.slot_of[shard + j]
-            _mark(
-                work.lane,
-                work.slot,
-                work.victim,
-                work.run,
-                i * num_shards + j,
-                HIT if slot >= 0 else UNPLACED,
-                max(slot, -1),
-            )
             if slot >= 0:
-                missing -= 1
-                num_hits += 1
-                nbytes += geometry.shard_nbytes[layer, j]
-                row_nbytes += geometry.shard_nbytes[layer, j] * step.rows[i]
-        work.missing[i] = missing
+                work.lane[i * num_shards + j] = HIT
+                work.slot[i * num_shards + j] = slot
+                size += geometry.shard_nbytes[layer, j]
+        nbytes += size
+        row_nbytes += size * step.rows[i]
     work.num_hits[0] = num_hits
-    work.hits[0], work.hits[1] = nbytes, row_nbytes
+    work.hits[0], work.hits[1] = float(nbytes), float(row_nbytes)
+
+
+@decision(inline=True)
+def _clear_marks(lanes, slots, victims, runs, count):
+    """Loops over one array each, which become fills of memory."""
+    for at in range(count):
+        lanes[at] = UNPLACED
+    for at in range(count):
+        slots[at] = -1
+    for at in range(count):
+        victims[at] = -1
+    for at in range(count):
+        runs[at] = 0
 
 
 @decision(inline=True)
@@ -156,63 +164,52 @@ def _clear_counts(geometry, step, work):
 @decision(inline=True)
 def _take_slots(state, geometry, options, step, work):
     """Follow the split in link order, run by run; what is refused a slot falls back to a lane that needs none."""
-    total = work.counts[NUM_MISSING]
     first_expert = geometry.first_expert[step.layer]
+    pool = state.pool_of[step.layer]
     asks = options.admit_by_score and options.lanes != 1 << STREAM
-    k = 0
-    while k < total:
-        end = _run_end(state, work, k, total)
+    stretch = k = start = 0
+    while k < work.counts[NUM_MISSING]:
+        end = _side_end(work.side, k, work.until[stretch])
         lane = int(work.side[k])
-        at, shard = int(work.entry[k]), work.shard[k]
+        at, shard = int(work.entry[stretch]) + k - start, work.shard[stretch] + k - start
         taken = 0
         if (lane == STREAM or (lane == ZERO_COPY and options.fills)) and state.slot_of[shard] == -1:
-            expert = first_expert + step.experts[work.who[k]]
+            expert = first_expert + step.experts[work.who[stretch]]
             score = state.score[expert] if asks else NO_PRICE
-            pool = state.pool_of[step.layer]
-            taken = take_slots(state, geometry, pool, score, end - k, work.slot, work.victim, at)
+            taken = claim_slots(state, geometry, pool, score, end - k, work.slot, at)
             if lane == STREAM and taken > 0:
-                _sort_slots(work.slot, work.victim, at, at + taken)
-                _mark_copies(state, geometry, step, work, at, at + taken, shard)
-            fill_slots(state, expert, shard, work.slot, at, taken)
-            _count_fills(work, at, taken)
+                _sort_slots(work.slot, at, at + taken)
+                _mark_copies(state, geometry, step, work, at, taken, shard)
+            work.counts[NUM_EVICTIONS] += fill_slots(state, expert, shard, work.slot, work.victim, at, taken)
+            work.counts[NUM_FILLS] += taken
         if lane == STREAM:
-            _give_lane(work, k, k + taken, lane)
+            _give_lane(work, at, k, k + taken, lane)
+            at += taken
             k += taken
             lane = _without_slot(options)
-        _give_lane(work, k, end, lane)
+        _give_lane(work, at, k, end, lane)
         k = end
+        if k == work.until[stretch]:
+            start = k
+            stretch += 1
 
 
 @decision(inline=True)
-def _run_end(state, work, k, total):
-    """End of the run of neighbouring missing shards of one expert and one lane that starts at ``k``."""
+def _side_end(side, k, stop):
+    """End of the shards from ``k`` up which the split gives one lane."""
     end = k + 1
-    while (
-        end < total
-        and work.side[end] == work.side[k]
-        and work.shard[end] == work.shard[end - 1] + 1
-        and work.who[end] == work.who[k]
-        and state.slot_of[work.shard[end]] == state.slot_of[work.shard[k]]
-    ):
+    while end < stop and side[end] == side[k]:
         end += 1
     return end
 
 
 @decision(inline=True)
-def _count_fills(work, at, taken):
-    work.counts[NUM_FILLS] += taken
-    for i in range(at, at + taken):
-        work.counts[NUM_EVICTIONS] += work.victim[i] >= 0
-
-
-@decision(inline=True)
-def _give_lane(work, start, end, lane):
-    """Give the shards ``start`` to ``end`` of the link order a lane, and count them in it."""
+def _give_lane(work, at, start, end, lane):
+    """Give the shards ``start`` to ``end`` of the link order, from index ``at`` up, a lane; count them in it."""
     if start == end or lane < 0:
         return
-    first = int(work.entry[start])
-    for at in range(first, first + end - start):
-        work.lane[at] = lane
+    for k in range(end - start):
+        work.lane[at + k] = lane
     work.counts[lane] += end - start
     work.lane_nbytes[lane] += work.nbytes[end] - work.nbytes[start]
     work.lane_row_nbytes[lane] += work.row_nbytes[end] - work.row_nbytes[start]
@@ -226,26 +223,25 @@ def _without_slot(options):
 
 
 @decision(inline=True)
-def _mark_copies(state, geometry, step, work, start, end, shard):
-    """Mark the copies that move the shards ``start`` to ``end``: a copy goes on where slots are neighbours too."""
+def _mark_copies(state, geometry, step, work, at, count, shard):
+    """Mark the copies of ``count`` shards from ``shard`` up: a copy goes on where slots are neighbours too."""
     layer = step.layer
     slot_nbytes = state.slot_nbytes[state.pool_of[layer]]
     j = (shard - geometry.first_shard[layer]) % geometry.num_shards[layer]
-    copy = start
-    for at in range(start, end):
-        if (
-            at == start
-            or work.slot[at] != work.slot[at - 1] + 1
-            or geometry.shard_nbytes[layer, j + at - start - 1] != slot_nbytes
-        ):
-            copy = at
-            work.counts[NUM_COPIES] += 1
-        work.run[copy] += 1
+    copy = 0
+    copies = 1
+    for k in range(1, count):
+        if work.slot[at + k] != work.slot[at + k - 1] + 1 or geometry.shard_nbytes[layer, j + k - 1] != slot_nbytes:
+            work.run[at + copy] = k - copy
+            copy = k
+            copies += 1
+    work.run[at + copy] = count - copy
+    work.counts[NUM_COPIES] += copies
 
 
 @decision
-def _sort_slots(slots, victims, start, stop):
-    """Sort slots, and victims with them, so that neighbouring shards get neighbouring slots and make long copies.
+def _sort_slots(slots, start, stop):
+    """Sort slots, so that neighbouring shards get neighbouring slots and make long copies.
 
     Slots of one victim come last shard first, so a falling row is turned round before it is sorted.
     """
@@ -253,16 +249,13 @@ def _sort_slots(slots, victims, start, stop):
         for k in range((stop - start) // 2):
             a, b = start + k, stop - 1 - k
             slots[a], slots[b] = slots[b], slots[a]
-            victims[a], victims[b] = victims[b], victims[a]
     for at in range(start + 1, stop):
-        if slots[at] > slots[at - 1]:
-            continue
-        slot, victim = slots[at], victims[at]
+        slot = slots[at]
         to = at
         while to > start and slots[to - 1] > slot:
-            slots[to], victims[to] = slots[to - 1], victims[to - 1]
+            slots[to] = slots[to - 1]
             to -= 1
-        slots[to], victims[to] = slot, victim
+        slots[to] = slot
 
 
 @decision(inline=True)

@@ -31,32 +31,40 @@ def take_slots(state, geometry, pool, score, count, slots, victims, at):
     They are written to ``slots[at:]``, with the shards that lost them (-1: it was free) in ``victims[at:]``, and
     belong to nobody until `fill_slots` or `reserve_slot`.
     """
+    taken = claim_slots(state, geometry, pool, score, count, slots, at)
+    for k in range(at, at + taken):
+        victims[k] = state.owner[slots[k]]
+    return taken
+
+
+@decision(inline=True)
+def claim_slots(state, geometry, pool, score, count, slots, at):
+    """`take_slots` for one who asks `State.owner` for the victims: it names them until the slots are filled."""
     taken = 0
     while taken < count:
         if state.num_free[pool] > 0:
-            taken += _take_free(state, pool, count - taken, slots, victims, at + taken)
+            taken += _take_free(state, pool, count - taken, slots, at + taken)
         elif state.heap_size[pool] > 0 and state.score[state.heap[state.first_heap[pool]]] <= score:
-            taken += _take_victim(state, geometry, pool, count - taken, slots, victims, at + taken)
+            taken += _take_victim(state, geometry, pool, count - taken, slots, at + taken)
         else:
             break
     return taken
 
 
 @decision(inline=True)
-def _take_free(state, pool, count, slots, victims, at):
+def _take_free(state, pool, count, slots, at):
     """Pop up to ``count`` free slots."""
     left = state.num_free[pool]
     number = min(count, left)
     top = state.first_slot[pool] + left - 1
     for k in range(number):
         slots[at + k] = state.free[top - k]
-        victims[at + k] = -1
     state.num_free[pool] = left - number
     return number
 
 
 @decision(inline=True)
-def _take_victim(state, geometry, pool, count, slots, victims, at):
+def _take_victim(state, geometry, pool, count, slots, at):
     """Take up to ``count`` slots of the first victim, last shard first.
 
     So shards that lie as a run from shard 0 stay such a run, and what must be fetched is one too. Of ``n`` resident
@@ -71,7 +79,6 @@ def _take_victim(state, geometry, pool, count, slots, victims, at):
         while state.slot_of[shard] < 0:
             shard += 1
         slots[at + k] = state.slot_of[shard]
-        victims[at + k] = shard
         state.slot_of[shard] = -1
     state.resident[expert] = left - number
     if left == number:
@@ -80,13 +87,21 @@ def _take_victim(state, geometry, pool, count, slots, victims, at):
 
 
 @decision(inline=True)
-def fill_slots(state, expert, shard, slots, at, count):
-    """The taken ``slots[at:]`` hold ``count`` shards of a held expert, from ``shard`` up."""
+def fill_slots(state, expert, shard, slots, victims, at, count):
+    """The claimed ``slots[at:]`` hold ``count`` shards of a held expert, from ``shard`` up.
+
+    Notes the shards that lost them in ``victims[at:]``, and returns how many there are.
+    """
+    lost = 0
     for k in range(count):
         slot = slots[at + k]
+        victim = state.owner[slot]
+        victims[at + k] = victim
+        lost += victim >= 0
         state.owner[slot] = shard + k
         state.slot_of[shard + k] = slot
     state.resident[expert] += count
+    return lost
 
 
 @decision(inline=True)

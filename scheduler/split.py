@@ -26,7 +26,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from trilane.cost import Loads, cpu_us, step_us
+from trilane.cost import Loads, cpu_us, step_us, stream_us, zero_copy_us
 from trilane.expert import CPU, STREAM, UNPLACED, ZERO_COPY, decision
 from trilane.plan import EXHAUSTIVE_SHARDS, NUM_MISSING
 from trilane.residency import slot_price
@@ -99,11 +99,15 @@ def _all_equal(geometry, step, work):
     """Whether all missing shards have the same bytes and rows."""
     num_shards = geometry.num_shards[step.layer]
     nbytes = geometry.shard_nbytes[step.layer, work.entry[0] % num_shards]
-    rows = step.rows[work.entry[0] // num_shards]
-    for i in range(1, work.counts[NUM_MISSING]):
-        at = work.entry[i]
-        if geometry.shard_nbytes[step.layer, at % num_shards] != nbytes or step.rows[at // num_shards] != rows:
-            return False
+    rows = step.rows[work.who[0]]
+    stretch = start = 0
+    while start < work.counts[NUM_MISSING]:
+        first = work.entry[stretch] % num_shards
+        for j in range(first, first + work.until[stretch] - start):
+            if geometry.shard_nbytes[step.layer, j] != nbytes or step.rows[work.who[stretch]] != rows:
+                return False
+        start = work.until[stretch]
+        stretch += 1
     return True
 
 
@@ -115,9 +119,9 @@ def _list_missing(state, geometry, step, work, slots, longest_first):
     can be had.
     """
     _order_experts(step.rows, work.missing, work.reuse, work.order, step.num_experts, longest_first)
-    streamable = count = 0
+    streamable = count = stretch = 0
     for blocked in range(2):
-        count = _append_missing(state, geometry, step, work, blocked, count)
+        count, stretch = _append_missing(state, geometry, step, work, blocked, count, stretch)
         if blocked == 0:
             streamable = count
         if count == work.counts[NUM_MISSING]:
@@ -126,13 +130,12 @@ def _list_missing(state, geometry, step, work, slots, longest_first):
 
 
 @decision(inline=True)
-def _append_missing(state, geometry, step, work, blocked, count):
-    """List the missing shards that are (not) blocked, expert by expert; return the new count."""
-    slot_of, lane, index, who, shards = state.slot_of, work.lane, work.entry, work.who, work.shard
-    nbytes, row_nbytes, runs = work.nbytes, work.row_nbytes, work.runs
+def _append_missing(state, geometry, step, work, blocked, count, stretch):
+    """List the missing shards that are (not) blocked, expert by expert; return the new counts of both lists."""
     layer = step.layer
     num_shards = geometry.num_shards[layer]
-    sum_nbytes, sum_row_nbytes, sum_runs = nbytes[count], row_nbytes[count], runs[count]
+    none_fills = state.num_filling[state.pool_of[layer]] == 0
+    nbytes, row_nbytes, runs = work.nbytes[count], work.row_nbytes[count], work.runs[count]
     for k in range(step.num_experts):
         i = work.order[k]
         if work.missing[i] == 0:
@@ -140,20 +143,46 @@ def _append_missing(state, geometry, step, work, blocked, count):
         key = geometry.first_shard[layer] + step.experts[i] * num_shards
         rows = float(step.rows[i])
         refused = work.refused[i] != 0
-        previous = -2
-        for j in range(num_shards):
-            at = i * num_shards + j
-            if lane[at] != UNPLACED or (refused or slot_of[key + j] < -1) != (blocked == 1):
+        whole = none_fills and work.missing[i] == num_shards
+        if whole and refused != (blocked == 1):
+            continue
+        previous = -1
+        j = 0
+        while j < num_shards:
+            end = (
+                num_shards if whole else _stretch_end(state, work, key, i * num_shards, j, num_shards, refused, blocked)
+            )
+            if end == j:
+                j += 1
                 continue
-            index[count], who[count], shards[count] = at, i, key + j
-            count += 1
-            size = float(geometry.shard_nbytes[layer, j])
-            sum_nbytes += size
-            sum_row_nbytes += size * rows
-            sum_runs += 1.0 if j != previous + 1 else 0.0
-            nbytes[count], row_nbytes[count], runs[count] = sum_nbytes, sum_row_nbytes, sum_runs
-            previous = j
-    return count
+            runs += 1.0 if j != previous else 0.0
+            work.entry[stretch], work.who[stretch], work.shard[stretch] = i * num_shards + j, i, key + j
+            while j < end:
+                size = float(geometry.shard_nbytes[layer, j])
+                nbytes += size
+                row_nbytes += size * rows
+                j += 1
+                count += 1
+                work.nbytes[count], work.row_nbytes[count], work.runs[count] = nbytes, row_nbytes, runs
+            work.until[stretch] = count
+            stretch += 1
+            previous = end
+    return count, stretch
+
+
+@decision(inline=True)
+def _stretch_end(state, work, key, first, j, num_shards, refused, blocked):
+    """End of the stretch of missing shards that are (not) blocked, all or none of them being filled."""
+    start = j
+    filled = state.slot_of[key + j] < -1
+    while (
+        j < num_shards
+        and work.lane[first + j] == UNPLACED
+        and (state.slot_of[key + j] < -1) == filled
+        and (refused or filled) == (blocked == 1)
+    ):
+        j += 1
+    return max(j, start)
 
 
 @decision(inline=True)
@@ -266,11 +295,23 @@ def _scan_range(rates, options, hits, nbytes, rows, runs, total, limit, low, hig
             streamed = min(length, limit) if use_stream else 0
             if (use_stream and not allows(options, STREAM)) or (streamed < length and not allows(options, ZERO_COPY)):
                 continue
+            is_first = best_linked < 0 and known == INFINITE
+            link = _link_at_least_us(rates, nbytes[length], runs[length], length, streamed)
+            if not is_first and fixed + link >= best:
+                continue
             us = _prefix_us(rates, hits, nbytes, rows, runs, total, streamed, length)
-            if us < best or (best_linked < 0 and known == INFINITE):
+            if us < best or is_first:
                 best, best_streamed, best_linked = us, streamed, length
         length = length - stride if length == low or length - stride >= low else low
     return best, best_streamed, best_linked
+
+
+@decision(inline=True)
+def _link_at_least_us(rates, nbytes, runs, linked, streamed):
+    """What the link takes, without row work; nothing is said of a mixed split."""
+    if streamed == linked:
+        return stream_us(rates, runs, nbytes)
+    return zero_copy_us(rates, linked, nbytes, 0.0) if streamed == 0 else 0.0
 
 
 @decision(inline=True)
