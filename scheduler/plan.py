@@ -94,8 +94,9 @@ class Work(NamedTuple):
 
     The others are scratch: what hits holds (bytes, rows x bytes); by expert (reuse, order, missing, refused); by
     stretch of neighbouring missing shards in link order (entry: its first index, who: the how-manieth expert, shard:
-    its first key, until: where it ends in the order); by missing shard in link order (side); sums over prefixes of
-    that order (nbytes, row_nbytes, runs); by subset.
+    its first key; bound: where it starts in the order, and where the last one ends, with sums of what lies before:
+    nbytes, row_nbytes, runs); by missing shard in link order (side); bytes of the first shards of an expert (sizes);
+    by subset.
     """
 
     lane: NDArray[np.int8]
@@ -118,11 +119,12 @@ class Work(NamedTuple):
     entry: NDArray[np.int32]
     who: NDArray[np.int32]
     shard: NDArray[np.int64]
-    until: NDArray[np.int32]
+    bound: NDArray[np.int32]
     side: NDArray[np.int8]
     nbytes: NDArray[np.float64]
     row_nbytes: NDArray[np.float64]
     runs: NDArray[np.float64]
+    sizes: NDArray[np.float64]
     subset: NDArray[np.float64]
 
 
@@ -151,11 +153,12 @@ def make_work(geometry: Geometry, max_experts: int | None = None) -> Work:
         entry=np.zeros(size, np.int32),
         who=np.zeros(size, np.int32),
         shard=np.zeros(size, np.int64),
-        until=np.zeros(size, np.int32),
+        bound=np.zeros(size + 1, np.int32),
         side=np.zeros(size, np.int8),
         nbytes=np.zeros(size + 1, np.float64),
         row_nbytes=np.zeros(size + 1, np.float64),
         runs=np.zeros(size + 1, np.float64),
+        sizes=np.zeros(geometry.shard_nbytes.shape[1] + 1, np.float64),
         subset=np.zeros((4, 1 << EXHAUSTIVE_SHARDS), np.float64),
     )
 

@@ -165,32 +165,33 @@ def _clear_counts(geometry, step, work):
 def _take_slots(state, geometry, options, step, work):
     """Follow the split in link order, run by run; what is refused a slot falls back to a lane that needs none."""
     first_expert = geometry.first_expert[step.layer]
+    num_shards = geometry.num_shards[step.layer]
     pool = state.pool_of[step.layer]
     asks = options.admit_by_score and options.lanes != 1 << STREAM
-    stretch = k = start = 0
+    stretch = k = 0
     while k < work.counts[NUM_MISSING]:
-        end = _side_end(work.side, k, work.until[stretch])
+        end = _side_end(work.side, k, work.bound[stretch + 1])
         lane = int(work.side[k])
+        who, start = work.who[stretch], work.bound[stretch]
         at, shard = int(work.entry[stretch]) + k - start, work.shard[stretch] + k - start
+        j = at - who * num_shards
         taken = 0
         if (lane == STREAM or (lane == ZERO_COPY and options.fills)) and state.slot_of[shard] == -1:
-            expert = first_expert + step.experts[work.who[stretch]]
+            expert = first_expert + step.experts[who]
             score = state.score[expert] if asks else NO_PRICE
             taken = claim_slots(state, geometry, pool, score, end - k, work.slot, at)
             if lane == STREAM and taken > 0:
                 _sort_slots(work.slot, at, at + taken)
-                _mark_copies(state, geometry, step, work, at, taken, shard)
+                _mark_copies(state, geometry, step, work, at, taken, j)
             work.counts[NUM_EVICTIONS] += fill_slots(state, expert, shard, work.slot, work.victim, at, taken)
             work.counts[NUM_FILLS] += taken
         if lane == STREAM:
-            _give_lane(work, at, k, k + taken, lane)
-            at += taken
-            k += taken
+            _give_lane(work, at, j, taken, step.rows[who], lane)
+            at, j, k = at + taken, j + taken, k + taken
             lane = _without_slot(options)
-        _give_lane(work, at, k, end, lane)
+        _give_lane(work, at, j, end - k, step.rows[who], lane)
         k = end
-        if k == work.until[stretch]:
-            start = k
+        if k == work.bound[stretch + 1]:
             stretch += 1
 
 
@@ -204,15 +205,16 @@ def _side_end(side, k, stop):
 
 
 @decision(inline=True)
-def _give_lane(work, at, start, end, lane):
-    """Give the shards ``start`` to ``end`` of the link order, from index ``at`` up, a lane; count them in it."""
-    if start == end or lane < 0:
+def _give_lane(work, at, j, count, rows, lane):
+    """Give ``count`` shards of one expert, from index ``at`` and its shard ``j`` up, a lane; count them in it."""
+    if count == 0 or lane < 0:
         return
-    for k in range(end - start):
+    for k in range(count):
         work.lane[at + k] = lane
-    work.counts[lane] += end - start
-    work.lane_nbytes[lane] += work.nbytes[end] - work.nbytes[start]
-    work.lane_row_nbytes[lane] += work.row_nbytes[end] - work.row_nbytes[start]
+    nbytes = work.sizes[j + count] - work.sizes[j]
+    work.counts[lane] += count
+    work.lane_nbytes[lane] += nbytes
+    work.lane_row_nbytes[lane] += nbytes * rows
 
 
 @decision(inline=True)
@@ -223,11 +225,10 @@ def _without_slot(options):
 
 
 @decision(inline=True)
-def _mark_copies(state, geometry, step, work, at, count, shard):
-    """Mark the copies of ``count`` shards from ``shard`` up: a copy goes on where slots are neighbours too."""
+def _mark_copies(state, geometry, step, work, at, count, j):
+    """Mark the copies of ``count`` shards from ``j`` up: a copy goes on where slots are neighbours too."""
     layer = step.layer
     slot_nbytes = state.slot_nbytes[state.pool_of[layer]]
-    j = (shard - geometry.first_shard[layer]) % geometry.num_shards[layer]
     copy = 0
     copies = 1
     for k in range(1, count):

@@ -26,7 +26,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from trilane.cost import Loads, cpu_us, step_us, stream_us, zero_copy_us
+from trilane.cost import Loads, cpu_us, step_us, zero_copy_us
 from trilane.expert import CPU, STREAM, UNPLACED, ZERO_COPY, decision
 from trilane.plan import EXHAUSTIVE_SHARDS, NUM_MISSING
 from trilane.residency import slot_price
@@ -53,19 +53,19 @@ def allows(options, lane):
 
 @decision(inline=True)
 def choose_split(state, geometry, rates, options, step, work):
-    """Write a lane for each missing shard into ``work.side``, by link order (``work.entry``)."""
+    """Write a lane for each missing shard into ``work.side``, by link order (`plan.Work`)."""
     total = work.counts[NUM_MISSING]
     slots = _refuse(state, geometry, options, step, work)
     slack = options.slack_runs * rates.run_fix_us
     best = INFINITE
-    streamed = linked = limit = 0
+    streamed = linked = limit = stretches = 0
+    _sum_sizes(geometry.shard_nbytes[step.layer], work.sizes, geometry.num_shards[step.layer])
     for attempt in range(3):  # by reuse; longest runs first; by reuse again, if that had not been bettered
-        limit = _list_missing(state, geometry, step, work, slots, attempt == 1)
+        limit, stretches = _list_missing(state, geometry, step, work, slots, attempt == 1)
         if attempt == 2:
             break
-        us, by_stream, by_link = _scan_prefixes(
-            rates, options, work.hits, work.nbytes, work.row_nbytes, work.runs, total, limit
-        )
+        num_shards = geometry.num_shards[step.layer]
+        us, by_stream, by_link = _scan_prefixes(rates, options, step, work, num_shards, total, limit, stretches)
         better = attempt == 0 or us < best - slack
         if better:
             best, streamed, linked = us, by_stream, by_link
@@ -77,11 +77,30 @@ def choose_split(state, geometry, rates, options, step, work):
     _write_prefix(options, work, total, streamed, linked)
     if total <= EXHAUSTIVE_SHARDS and (limit == total or not allows(options, STREAM)):
         if not _all_equal(geometry, step, work):
+            _spread_sums(geometry, step, work, stretches)
             us, subset, lane = try_subsets(
                 rates, options, work.hits, work.nbytes, work.row_nbytes, work.runs, work.subset, total
             )
             if us < best - slack:
                 _write_subset(work, total, subset, lane)
+
+
+@decision(inline=True)
+def _sum_sizes(shard_nbytes, sizes, num_shards):
+    nbytes = 0
+    for j in range(num_shards):
+        nbytes += shard_nbytes[j]
+        sizes[j + 1] = float(nbytes)
+
+
+@decision(inline=True)
+def _spread_sums(geometry, step, work, stretches):
+    """Sums of what lies before each stretch become sums of what lies before each shard (in place, so backwards)."""
+    num_shards = geometry.num_shards[step.layer]
+    for stretch in range(stretches - 1, -1, -1):
+        for length in range(work.bound[stretch + 1], work.bound[stretch], -1):
+            nbytes, rows, runs = _sums_before(step, work, num_shards, stretch, length)
+            work.nbytes[length], work.row_nbytes[length], work.runs[length] = nbytes, rows, runs
 
 
 @decision(inline=True)
@@ -98,22 +117,21 @@ def _runs_equal(step, work):
 def _all_equal(geometry, step, work):
     """Whether all missing shards have the same bytes and rows."""
     num_shards = geometry.num_shards[step.layer]
-    nbytes = geometry.shard_nbytes[step.layer, work.entry[0] % num_shards]
+    nbytes = geometry.shard_nbytes[step.layer, work.entry[0] - work.who[0] * num_shards]
     rows = step.rows[work.who[0]]
-    stretch = start = 0
-    while start < work.counts[NUM_MISSING]:
-        first = work.entry[stretch] % num_shards
-        for j in range(first, first + work.until[stretch] - start):
+    stretch = 0
+    while work.bound[stretch] < work.counts[NUM_MISSING]:
+        first = work.entry[stretch] - work.who[stretch] * num_shards
+        for j in range(first, first + work.bound[stretch + 1] - work.bound[stretch]):
             if geometry.shard_nbytes[step.layer, j] != nbytes or step.rows[work.who[stretch]] != rows:
                 return False
-        start = work.until[stretch]
         stretch += 1
     return True
 
 
 @decision(inline=True)
 def _list_missing(state, geometry, step, work, slots, longest_first):
-    """Put the missing shards in link order, with running sums; return how many of them may be streamed.
+    """Put the missing shards in link order, with sums; return how many may be streamed, and all stretches.
 
     Shards that may not be streamed (a background fill is under way, or admission refuses) come last; ``slots``
     can be had.
@@ -126,7 +144,7 @@ def _list_missing(state, geometry, step, work, slots, longest_first):
             streamable = count
         if count == work.counts[NUM_MISSING]:
             break
-    return min(streamable, slots)
+    return min(streamable, slots), stretch
 
 
 @decision(inline=True)
@@ -135,7 +153,7 @@ def _append_missing(state, geometry, step, work, blocked, count, stretch):
     layer = step.layer
     num_shards = geometry.num_shards[layer]
     none_fills = state.num_filling[state.pool_of[layer]] == 0
-    nbytes, row_nbytes, runs = work.nbytes[count], work.row_nbytes[count], work.runs[count]
+    nbytes, row_nbytes, runs = work.nbytes[stretch], work.row_nbytes[stretch], work.runs[stretch]
     for k in range(step.num_experts):
         i = work.order[k]
         if work.missing[i] == 0:
@@ -149,24 +167,20 @@ def _append_missing(state, geometry, step, work, blocked, count, stretch):
         previous = -1
         j = 0
         while j < num_shards:
-            end = (
-                num_shards if whole else _stretch_end(state, work, key, i * num_shards, j, num_shards, refused, blocked)
-            )
+            at = i * num_shards
+            end = num_shards if whole else _stretch_end(state, work, key, at, j, num_shards, refused, blocked)
             if end == j:
                 j += 1
                 continue
-            runs += 1.0 if j != previous else 0.0
-            work.entry[stretch], work.who[stretch], work.shard[stretch] = i * num_shards + j, i, key + j
-            while j < end:
-                size = float(geometry.shard_nbytes[layer, j])
-                nbytes += size
-                row_nbytes += size * rows
-                j += 1
-                count += 1
-                work.nbytes[count], work.row_nbytes[count], work.runs[count] = nbytes, row_nbytes, runs
-            work.until[stretch] = count
+            work.entry[stretch], work.who[stretch], work.shard[stretch] = at + j, i, key + j
             stretch += 1
-            previous = end
+            count += end - j
+            nbytes += work.sizes[end] - work.sizes[j]
+            row_nbytes += (work.sizes[end] - work.sizes[j]) * rows
+            runs += 1.0 if j != previous else 0.0
+            work.bound[stretch] = count
+            work.nbytes[stretch], work.row_nbytes[stretch], work.runs[stretch] = nbytes, row_nbytes, runs
+            previous = j = end
     return count, stretch
 
 
@@ -237,37 +251,40 @@ def _precedes(rows, missing, reuse, a, b, longest_first):
 
 
 @decision(inline=True)
-def _prefix_us(rates, hits, nbytes, rows, runs, total, streamed, linked):
-    """The step's cost if the first ``streamed`` shards are streamed, those up to ``linked`` read in place."""
-    return step_us(
-        rates,
-        Loads(
-            hits[0],
-            hits[1],
-            runs[streamed],
-            nbytes[streamed],
-            rows[streamed],
-            linked - streamed,
-            nbytes[linked] - nbytes[streamed],
-            rows[linked] - rows[streamed],
-            total - linked,
-            nbytes[total] - nbytes[linked],
-            rows[total] - rows[linked],
-        ),
-    )
+def _sums_before(step, work, num_shards, stretch, length):
+    """Bytes, rows x bytes and runs of the first ``length`` shards, the last of which lies in the stretch."""
+    i = work.who[stretch]
+    j = work.entry[stretch] - i * num_shards
+    inside = length - work.bound[stretch]
+    more = work.sizes[j + inside] - work.sizes[j]
+    runs = work.runs[stretch + 1] if inside > 0 else work.runs[stretch]
+    return work.nbytes[stretch] + more, work.row_nbytes[stretch] + more * step.rows[i], runs
 
 
 @decision(inline=True)
-def _scan_prefixes(rates, options, hits, nbytes, rows, runs, total, limit):
+def _stretch_of(work, length):
+    """The stretch in which the first ``length`` shards end."""
+    stretch = 0
+    while work.bound[stretch + 1] < length:
+        stretch += 1
+    return stretch
+
+
+@decision(inline=True)
+def _scan_prefixes(rates, options, step, work, num_shards, total, limit, stretches):
     """(cost, streamed, linked) of the cheapest prefix split; ties give the link more."""
+    hits = work.hits[0], work.hits[1]
+    all_ = work.nbytes[stretches], work.row_nbytes[stretches]
+    most = _sums_before(step, work, num_shards, _stretch_of(work, limit), limit)
     if options.lanes == 1 << STREAM:
-        return _prefix_us(rates, hits, nbytes, rows, runs, limit, limit, limit), limit, limit
+        loads = Loads(*hits, most[2], most[0], most[1], 0, 0.0, 0.0, 0, 0.0, 0.0)
+        return step_us(rates, loads), limit, limit
     best, streamed, linked = INFINITE, -1, -1
     low, high = 0, total
     stride = (total + COARSE_SHARDS - 1) // COARSE_SHARDS
     while True:
         us, by_stream, by_link = _scan_range(
-            rates, options, hits, nbytes, rows, runs, total, limit, low, high, stride, best
+            rates, options, step, work, num_shards, total, limit, hits, all_, most, low, high, stride, best
         )
         if by_link >= 0 and (us < best or linked < 0):
             best, streamed, linked = us, by_stream, by_link
@@ -276,42 +293,47 @@ def _scan_prefixes(rates, options, hits, nbytes, rows, runs, total, limit):
         low, high, stride = max(0, linked - stride + 1), min(total, linked + stride - 1), 1
 
 
-@decision
-def _scan_range(rates, options, hits, nbytes, rows, runs, total, limit, low, high, stride, known):
+@decision(inline=True)
+def _scan_range(rates, options, step, work, num_shards, total, limit, hits, all_, most, low, high, stride, known):
     """(cost, streamed, linked) of prefixes from ``high`` down, every ``stride``-th and ``low`` itself.
 
     The lengths are -1 if none is below the ``known`` cost. A shorter prefix only adds to the CPU, so the scan ends
-    where the CPU alone takes as long as the best.
+    where the CPU alone takes as long as the best. ``hits``, ``all_`` missing shards and the ``most`` that may be
+    streamed are given as bytes, rows x bytes (and runs).
     """
     fixed = rates.step_fix_us + rates.miss_fix_us
     best = known
     best_streamed = best_linked = -1
     length = high
+    stretch = _stretch_of(work, high)
     while length >= low and (length == total or allows(options, CPU)):
-        on_cpu = cpu_us(rates, total - length, nbytes[total] - nbytes[length], rows[total] - rows[length])
-        if fixed + on_cpu >= best and (best_linked >= 0 or known < INFINITE):
+        while stretch > 0 and work.bound[stretch] >= length:
+            stretch -= 1
+        nbytes, rows, runs = _sums_before(step, work, num_shards, stretch, length)
+        cpu = total - length, all_[0] - nbytes, all_[1] - rows
+        is_first = known == INFINITE and best_linked < 0
+        if not is_first and fixed + cpu_us(rates, *cpu) >= best:
             break
-        for use_stream in range(1, -1, -1):
-            streamed = min(length, limit) if use_stream else 0
-            if (use_stream and not allows(options, STREAM)) or (streamed < length and not allows(options, ZERO_COPY)):
-                continue
-            is_first = best_linked < 0 and known == INFINITE
-            link = _link_at_least_us(rates, nbytes[length], runs[length], length, streamed)
-            if not is_first and fixed + link >= best:
-                continue
-            us = _prefix_us(rates, hits, nbytes, rows, runs, total, streamed, length)
-            if us < best or is_first:
-                best, best_streamed, best_linked = us, streamed, length
+        if allows(options, STREAM):
+            if length <= limit:
+                us = step_us(rates, Loads(*hits, runs, nbytes, rows, 0, 0.0, 0.0, *cpu))
+                if us < best or is_first:
+                    best, best_streamed, best_linked = us, length, length
+                    is_first = False
+            elif allows(options, ZERO_COPY):
+                in_place = length - limit, nbytes - most[0], rows - most[1]
+                us = step_us(rates, Loads(*hits, most[2], most[0], most[1], *in_place, *cpu))
+                if us < best or is_first:
+                    best, best_streamed, best_linked = us, limit, length
+                    is_first = False
+        if length == 0 or allows(options, ZERO_COPY):
+            # Mostly the reads alone take longer than the best, which is soon told.
+            if is_first or fixed + zero_copy_us(rates, length, nbytes, 0.0) < best:
+                us = step_us(rates, Loads(*hits, 0.0, 0.0, 0.0, length, nbytes, rows, *cpu))
+                if us < best or is_first:
+                    best, best_streamed, best_linked = us, 0, length
         length = length - stride if length == low or length - stride >= low else low
     return best, best_streamed, best_linked
-
-
-@decision(inline=True)
-def _link_at_least_us(rates, nbytes, runs, linked, streamed):
-    """What the link takes, without row work; nothing is said of a mixed split."""
-    if streamed == linked:
-        return stream_us(rates, runs, nbytes)
-    return zero_copy_us(rates, linked, nbytes, 0.0) if streamed == 0 else 0.0
 
 
 @decision(inline=True)
