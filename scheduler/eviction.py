@@ -63,8 +63,12 @@ def _rescale(state):
 @decision
 def _rebuild_heaps(state):
     for pool in range(state.heap_size.size):
-        for i in range(state.heap_size[pool] // 2 - 1, -1, -1):
-            _sift_down(state.heap, state.heap_pos, state.score, state.first_heap[pool], state.heap_size[pool], i)
+        first, size = state.first_heap[pool], state.heap_size[pool]
+        for at in range(first, first + size):
+            state.heap_score[at] = state.score[state.heap[at]]
+        for i in range(size // 2 - 1, -1, -1):
+            expert = state.heap[first + i]
+            _sift(state.heap, state.heap_score, state.heap_pos, first, size, i, i, expert, state.score[expert])
 
 
 @decision(inline=True)
@@ -85,52 +89,51 @@ def count_use(state, expert):
 
 
 @decision(inline=True)
-def _before(score, a, b):
-    """Whether expert ``a`` loses its slots before ``b`` (without branches: they could not be predicted)."""
-    x, y = score[a], score[b]
+def _before(x, a, y, b):
+    """Whether expert ``a`` of score ``x`` loses its slots before ``b`` (without branches: none could be predicted)."""
     return (x < y) | ((x == y) & (a < b))
 
 
 @decision
-def _sift_up(heap, heap_pos, score, first, i):
-    expert = heap[first + i]
-    while i > 0:
+def _sift(heap, scores, heap_pos, first, size, top, i, expert, score):
+    """Put an expert into the hole at ``i``: down to a leaf, where it mostly belongs, then up, to ``top`` at most."""
+    while 2 * i + 1 < size:
+        down = 2 * i + 1
+        at = first + down
+        if down + 1 < size:
+            second = int(_before(scores[at + 1], heap[at + 1], scores[at], heap[at]))
+            at += second
+            down += second
+        heap[first + i] = heap[at]
+        scores[first + i] = scores[at]
+        heap_pos[heap[at]] = i
+        i = down
+    _sift_up(heap, scores, heap_pos, first, top, i, expert, score)
+
+
+@decision(inline=True)
+def _sift_up(heap, scores, heap_pos, first, top, i, expert, score):
+    while i > top:
         up = (i - 1) >> 1
         above = heap[first + up]
-        if not _before(score, expert, above):
+        if not _before(score, expert, scores[first + up], above):
             break
         heap[first + i] = above
+        scores[first + i] = scores[first + up]
         heap_pos[above] = i
         i = up
     heap[first + i] = expert
-    heap_pos[expert] = i
-
-
-@decision
-def _sift_down(heap, heap_pos, score, first, size, i):
-    expert = heap[first + i]
-    while 2 * i + 1 < size:
-        down = 2 * i + 1
-        if down + 1 < size:
-            down += int(_before(score, heap[first + down + 1], heap[first + down]))
-        below = heap[first + down]
-        if not _before(score, below, expert):
-            break
-        heap[first + i] = below
-        heap_pos[below] = i
-        i = down
-    heap[first + i] = expert
+    scores[first + i] = score
     heap_pos[expert] = i
 
 
 @decision(inline=True)
 def push_expert(state, pool, expert):
     """Put an expert that owns slots and is not held among the possible victims."""
-    first = state.first_heap[pool]
     size = state.heap_size[pool]
     state.heap_size[pool] = size + 1
-    state.heap[first + size] = expert
-    _sift_up(state.heap, state.heap_pos, state.score, first, size)
+    score = state.score[expert]
+    _sift_up(state.heap, state.heap_score, state.heap_pos, state.first_heap[pool], 0, size, expert, score)
 
 
 @decision(inline=True)
@@ -141,14 +144,9 @@ def remove_expert(state, pool, expert):
     size = state.heap_size[pool] - 1
     state.heap_size[pool] = size
     state.heap_pos[expert] = -1
-    if i == size:
-        return
-    last = state.heap[first + size]
-    state.heap[first + i] = last
-    if _before(state.score, last, expert):
-        _sift_up(state.heap, state.heap_pos, state.score, first, i)
-    else:
-        _sift_down(state.heap, state.heap_pos, state.score, first, size, i)
+    if i < size:
+        last, score = state.heap[first + size], state.heap_score[first + size]
+        _sift(state.heap, state.heap_score, state.heap_pos, first, size, 0, i, last, score)
 
 
 @decision
@@ -162,15 +160,10 @@ def touch_expert(state, geometry, expert, clock):
 @decision(inline=True)
 def settle_expert(state, pool, expert):
     """Restore the heap's order after an expert's score rose."""
-    if state.heap_pos[expert] >= 0:
-        _sift_down(
-            state.heap,
-            state.heap_pos,
-            state.score,
-            state.first_heap[pool],
-            state.heap_size[pool],
-            int(state.heap_pos[expert]),
-        )
+    i = state.heap_pos[expert]
+    if i >= 0:
+        first, size = state.first_heap[pool], state.heap_size[pool]
+        _sift(state.heap, state.heap_score, state.heap_pos, first, size, 0, i, expert, state.score[expert])
 
 
 @decision(inline=True)

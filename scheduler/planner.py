@@ -231,12 +231,14 @@ def _mark_copies(state, geometry, step, work, at, count, j):
     slot_nbytes = state.slot_nbytes[state.pool_of[layer]]
     copy = 0
     copies = 1
-    for k in range(1, count):
-        if work.slot[at + k] != work.slot[at + k - 1] + 1 or geometry.shard_nbytes[layer, j + k - 1] != slot_nbytes:
-            work.run[at + copy] = k - copy
-            copy = k
-            copies += 1
-    work.run[at + copy] = count - copy
+    work.run[at] = 1
+    for k in range(1, count):  # without branches: slots are not foreseen
+        is_next = (work.slot[at + k] == work.slot[at + k - 1] + 1) & (
+            geometry.shard_nbytes[layer, j + k - 1] == slot_nbytes
+        )
+        copy = copy if is_next else k
+        copies += 0 if is_next else 1
+        work.run[at + copy] = k + 1 - copy
     work.counts[NUM_COPIES] += copies
 
 

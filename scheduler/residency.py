@@ -20,7 +20,7 @@ def slot_price(state, pool):
     if state.num_free[pool] > 0:
         return FREE_PRICE
     if state.heap_size[pool] > 0:
-        return state.score[state.heap[state.first_heap[pool]]]
+        return state.heap_score[state.first_heap[pool]]
     return NO_PRICE
 
 
@@ -44,7 +44,7 @@ def claim_slots(state, geometry, pool, score, count, slots, at):
     while taken < count:
         if state.num_free[pool] > 0:
             taken += _take_free(state, pool, count - taken, slots, at + taken)
-        elif state.heap_size[pool] > 0 and state.score[state.heap[state.first_heap[pool]]] <= score:
+        elif state.heap_size[pool] > 0 and state.heap_score[state.first_heap[pool]] <= score:
             taken += _take_victim(state, geometry, pool, count - taken, slots, at + taken)
         else:
             break

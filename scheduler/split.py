@@ -224,7 +224,7 @@ def _order_experts(rows, missing, reuse, order, num_experts, longest_first):
     for i in range(num_experts):
         order[i] = i
     gap = 1
-    while 3 * gap + 1 < num_experts:
+    while 12 * gap < num_experts:
         gap = 3 * gap + 1
     while gap > 0:
         for k in range(gap, num_experts):

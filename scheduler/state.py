@@ -41,8 +41,10 @@ class State(NamedTuple):
     free : int32 (slots,), num_free : int64 (pools,)
         A stack of free slots for each pool, from ``first_slot[pool]`` up.
     num_filling : int64 (pools,)
-    heap : int32 (experts,), heap_pos : int32 (experts,), first_heap : int64 (pools,), heap_size : int64 (pools,)
-        A binary heap for each pool over the experts which own a slot and are not held; least score on top.
+    heap : int32 (experts,), heap_score : float64 (experts,), heap_pos : int32 (experts,)
+    first_heap : int64 (pools,), heap_size : int64 (pools,)
+        A binary heap for each pool over the experts which own a slot and are not held; least score on top. Scores
+        are kept beside the experts too, so that a way through the heap waits for one load a level and not two.
     score : float64 (experts,)
         What orders the heap, of absent experts too: clock of the last use, or decayed frequency in growing
         units.
@@ -71,6 +73,7 @@ class State(NamedTuple):
     num_free: NDArray[np.int64]
     num_filling: NDArray[np.int64]
     heap: NDArray[np.int32]
+    heap_score: NDArray[np.float64]
     heap_pos: NDArray[np.int32]
     first_heap: NDArray[np.int64]
     heap_size: NDArray[np.int64]
@@ -128,6 +131,7 @@ def make_state(
         num_free=slots.copy(),
         num_filling=np.zeros(len(slots), np.int64),
         heap=np.zeros(num_experts, np.int32),
+        heap_score=np.zeros(num_experts, np.float64),
         heap_pos=np.full(num_experts, -1, np.int32),
         first_heap=np.zeros(1, np.int64) if pool == "shared" else geometry.first_expert[:-1].copy(),
         heap_size=np.zeros(len(slots), np.int64),
@@ -220,6 +224,7 @@ def _check_heap(state: State, geometry: Geometry, p: int) -> None:
     members = np.flatnonzero(mine & (state.resident > 0) & ((state.flags & HELD) == 0))
     assert sorted(heap.tolist()) == members.tolist(), f"pool {p}: heap {sorted(heap)}, owners {members}"
     assert (state.heap_pos[heap] == np.arange(size)).all(), f"pool {p}: heap_pos"
+    assert (state.heap_score[a : a + size] == state.score[heap]).all(), f"pool {p}: heap_score"
     outside = mine.copy()
     outside[members] = False
     assert (state.heap_pos[outside] == -1).all(), f"pool {p}: an expert outside the heap has a place in it"
