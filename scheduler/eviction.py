@@ -9,7 +9,7 @@ the order never depends on history. This file moves no slots.
 from __future__ import annotations
 
 from trilane.expert import decision
-from trilane.state import DECAYED_FREQUENCY, HELD, HINTED, LRU
+from trilane.state import DECAYED_FREQUENCY, HELD, HINTED, INDEX, LRU
 
 RESCALE_AT = 2.0**512
 RESCALE_BY = 2.0**-512  # a power of two: exact, so that rescaling changes no order
@@ -99,14 +99,16 @@ def _sift(heap, scores, heap_pos, first, size, top, i, expert, score):
     """Put an expert into the hole at ``i``: down to a leaf, where it mostly belongs, then up, to ``top`` at most."""
     while 2 * i + 1 < size:
         down = 2 * i + 1
-        at = first + down
+        at = (first + down) & INDEX
         if down + 1 < size:
             second = int(_before(scores[at + 1], heap[at + 1], scores[at], heap[at]))
             at += second
             down += second
-        heap[first + i] = heap[at]
-        scores[first + i] = scores[at]
-        heap_pos[heap[at]] = i
+        below = heap[at]
+        hole = (first + i) & INDEX
+        heap[hole] = below
+        scores[hole] = scores[at]
+        heap_pos[below & INDEX] = i
         i = down
     _sift_up(heap, scores, heap_pos, first, top, i, expert, score)
 
@@ -115,12 +117,14 @@ def _sift(heap, scores, heap_pos, first, size, top, i, expert, score):
 def _sift_up(heap, scores, heap_pos, first, top, i, expert, score):
     while i > top:
         up = (i - 1) >> 1
-        above = heap[first + up]
-        if not _before(score, expert, scores[first + up], above):
+        at = (first + up) & INDEX
+        above = heap[at]
+        if not _before(score, expert, scores[at], above):
             break
-        heap[first + i] = above
-        scores[first + i] = scores[first + up]
-        heap_pos[above] = i
+        hole = (first + i) & INDEX
+        heap[hole] = above
+        scores[hole] = scores[at]
+        heap_pos[above & INDEX] = i
         i = up
     heap[first + i] = expert
     scores[first + i] = score
@@ -182,7 +186,7 @@ def hold_expert(state, pool, expert):
 def release_step(state, geometry):
     """The step in flight has read its slots: its experts may lose them from now on."""
     for i in range(state.num_held[0]):
-        expert = state.held[i]
+        expert = state.held[i] & INDEX
         state.flags[expert] &= NOT_HELD
         if state.resident[expert] > 0:
             push_expert(state, state.pool_of[geometry.layer_of[expert]], expert)

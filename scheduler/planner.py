@@ -11,9 +11,10 @@ from __future__ import annotations
 from trilane.cost import Loads, write_terms
 from trilane.eviction import advance_clock, count_hint, count_use, hold_expert, release_step, score_if_used
 from trilane.expert import CPU, HIT, SKIP, STREAM, UNPLACED, ZERO_COPY, decision
-from trilane.plan import NUM_COPIES, NUM_EVICTIONS, NUM_FILLS, NUM_MISSING, NUM_UNPLACED
+from trilane.plan import EXHAUSTIVE_SHARDS, NUM_COPIES, NUM_EVICTIONS, NUM_FILLS, NUM_MISSING, NUM_UNPLACED
 from trilane.residency import NO_PRICE, claim_slots, empty_slot, fill_slots, reserve_slot, slot_price, take_slots
 from trilane.split import Step, allows, choose_split
+from trilane.state import INDEX
 
 
 @decision
@@ -102,7 +103,7 @@ def _look_up(state, geometry, step, work):
     for i in range(step.num_experts):
         if step.experts[i] < 0 or step.experts[i] >= count:
             raise ValueError("an expert id is outside its layer: drop skipped ids before planning")
-        expert = first + step.experts[i]
+        expert = (first + step.experts[i]) & INDEX
         hold_expert(state, state.pool_of[layer], expert)
         work.reuse[i] = state.score[expert]
         count_use(state, expert)
@@ -113,10 +114,11 @@ def _look_up(state, geometry, step, work):
         shard = geometry.first_shard[layer] + step.experts[i] * num_shards
         size = 0
         for j in range(num_shards):
-            slot = state.slot_of[shard + j]
+            slot = state.slot_of[(shard + j) & INDEX]
             if slot >= 0:
-                work.lane[i * num_shards + j] = HIT
-                work.slot[i * num_shards + j] = slot
+                at = (i * num_shards + j) & INDEX
+                work.lane[at] = HIT
+                work.slot[at] = slot
                 size += geometry.shard_nbytes[layer, j]
         nbytes += size
         row_nbytes += size * step.rows[i]
@@ -170,9 +172,11 @@ def _take_slots(state, geometry, options, step, work):
     asks = options.admit_by_score and options.lanes != 1 << STREAM
     stretch = k = 0
     while k < work.counts[NUM_MISSING]:
-        end = _side_end(work.side, k, work.bound[stretch + 1])
+        end = work.bound[stretch + 1]
+        if work.side[k] != work.side[end - 1] or work.counts[NUM_MISSING] <= EXHAUSTIVE_SHARDS:
+            end = _side_end(work.side, k, end)  # else the split is a prefix
         lane = int(work.side[k])
-        who, start = work.who[stretch], work.bound[stretch]
+        who, start = work.who[stretch] & INDEX, work.bound[stretch]
         at, shard = int(work.entry[stretch]) + k - start, work.shard[stretch] + k - start
         j = at - who * num_shards
         taken = 0
@@ -210,8 +214,8 @@ def _give_lane(work, at, j, count, rows, lane):
     if count == 0 or lane < 0:
         return
     for k in range(count):
-        work.lane[at + k] = lane
-    nbytes = work.sizes[j + count] - work.sizes[j]
+        work.lane[(at + k) & INDEX] = lane
+    nbytes = work.sizes[(j + count) & INDEX] - work.sizes[j & INDEX]
     work.counts[lane] += count
     work.lane_nbytes[lane] += nbytes
     work.lane_row_nbytes[lane] += nbytes * rows
@@ -233,12 +237,13 @@ def _mark_copies(state, geometry, step, work, at, count, j):
     copies = 1
     work.run[at] = 1
     for k in range(1, count):  # without branches: slots are not foreseen
-        is_next = (work.slot[at + k] == work.slot[at + k - 1] + 1) & (
-            geometry.shard_nbytes[layer, j + k - 1] == slot_nbytes
+        here = (at + k) & INDEX
+        is_next = (work.slot[here] == work.slot[(here - 1) & INDEX] + 1) & (
+            geometry.shard_nbytes[layer, (j + k - 1) & INDEX] == slot_nbytes
         )
         copy = copy if is_next else k
         copies += 0 if is_next else 1
-        work.run[at + copy] = k + 1 - copy
+        work.run[(at + copy) & INDEX] = k + 1 - copy
     work.counts[NUM_COPIES] += copies
 
 
@@ -250,15 +255,15 @@ def _sort_slots(slots, start, stop):
     """
     if slots[start] > slots[stop - 1]:
         for k in range((stop - start) // 2):
-            a, b = start + k, stop - 1 - k
+            a, b = (start + k) & INDEX, (stop - 1 - k) & INDEX
             slots[a], slots[b] = slots[b], slots[a]
     for at in range(start + 1, stop):
-        slot = slots[at]
+        slot = slots[at & INDEX]
         to = at
-        while to > start and slots[to - 1] > slot:
-            slots[to] = slots[to - 1]
+        while to > start and slots[(to - 1) & INDEX] > slot:
+            slots[to & INDEX] = slots[(to - 1) & INDEX]
             to -= 1
-        slots[to] = slot
+        slots[to & INDEX] = slot
 
 
 @decision(inline=True)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from trilane.eviction import push_expert, remove_expert
 from trilane.expert import decision, expert_of, first_shard_of
-from trilane.state import HELD
+from trilane.state import HELD, INDEX
 
 FREE_PRICE = -1.0  # below every score
 NO_PRICE = float("inf")  # no slot can be had
@@ -75,10 +75,10 @@ def _take_victim(state, geometry, pool, count, slots, at):
     left = int(state.resident[expert])
     number = min(count, left)
     for k in range(number):
-        shard = first + left - 1 - k
+        shard = (first + left - 1 - k) & INDEX
         while state.slot_of[shard] < 0:
-            shard += 1
-        slots[at + k] = state.slot_of[shard]
+            shard = (shard + 1) & INDEX
+        slots[(at + k) & INDEX] = state.slot_of[shard]
         state.slot_of[shard] = -1
     state.resident[expert] = left - number
     if left == number:
@@ -94,12 +94,12 @@ def fill_slots(state, expert, shard, slots, victims, at, count):
     """
     lost = 0
     for k in range(count):
-        slot = slots[at + k]
+        slot = slots[(at + k) & INDEX] & INDEX
         victim = state.owner[slot]
-        victims[at + k] = victim
+        victims[(at + k) & INDEX] = victim
         lost += victim >= 0
         state.owner[slot] = shard + k
-        state.slot_of[shard + k] = slot
+        state.slot_of[(shard + k) & INDEX] = slot
     state.resident[expert] += count
     return lost
 

@@ -30,7 +30,7 @@ from trilane.cost import Loads, cpu_us, step_us, zero_copy_us
 from trilane.expert import CPU, STREAM, UNPLACED, ZERO_COPY, decision
 from trilane.plan import EXHAUSTIVE_SHARDS, NUM_MISSING
 from trilane.residency import slot_price
-from trilane.state import HELD
+from trilane.state import HELD, INDEX
 
 COARSE_SHARDS = 16
 INFINITE = float("inf")
@@ -155,7 +155,7 @@ def _append_missing(state, geometry, step, work, blocked, count, stretch):
     none_fills = state.num_filling[state.pool_of[layer]] == 0
     nbytes, row_nbytes, runs = work.nbytes[stretch], work.row_nbytes[stretch], work.runs[stretch]
     for k in range(step.num_experts):
-        i = work.order[k]
+        i = work.order[k] & INDEX
         if work.missing[i] == 0:
             break
         key = geometry.first_shard[layer] + step.experts[i] * num_shards
@@ -228,12 +228,12 @@ def _order_experts(rows, missing, reuse, order, num_experts, longest_first):
         gap = 3 * gap + 1
     while gap > 0:
         for k in range(gap, num_experts):
-            i = order[k]
+            i = order[k & INDEX] & INDEX
             at = k
-            while at >= gap and _precedes(rows, missing, reuse, i, order[at - gap], longest_first):
-                order[at] = order[at - gap]
+            while at >= gap and _precedes(rows, missing, reuse, i, order[(at - gap) & INDEX] & INDEX, longest_first):
+                order[at & INDEX] = order[(at - gap) & INDEX]
                 at -= gap
-            order[at] = i
+            order[at & INDEX] = i
         gap //= 3
 
 
@@ -253,10 +253,11 @@ def _precedes(rows, missing, reuse, a, b, longest_first):
 @decision(inline=True)
 def _sums_before(step, work, num_shards, stretch, length):
     """Bytes, rows x bytes and runs of the first ``length`` shards, the last of which lies in the stretch."""
-    i = work.who[stretch]
-    j = work.entry[stretch] - i * num_shards
+    stretch &= INDEX
+    i = work.who[stretch] & INDEX
+    j = (work.entry[stretch] - i * num_shards) & INDEX
     inside = length - work.bound[stretch]
-    more = work.sizes[j + inside] - work.sizes[j]
+    more = work.sizes[(j + inside) & INDEX] - work.sizes[j]
     runs = work.runs[stretch + 1] if inside > 0 else work.runs[stretch]
     return work.nbytes[stretch] + more, work.row_nbytes[stretch] + more * step.rows[i], runs
 
@@ -307,7 +308,7 @@ def _scan_range(rates, options, step, work, num_shards, total, limit, hits, all_
     length = high
     stretch = _stretch_of(work, high)
     while length >= low and (length == total or allows(options, CPU)):
-        while stretch > 0 and work.bound[stretch] >= length:
+        while stretch > 0 and work.bound[stretch & INDEX] >= length:
             stretch -= 1
         nbytes, rows, runs = _sums_before(step, work, num_shards, stretch, length)
         cpu = total - length, all_[0] - nbytes, all_[1] - rows

@@ -21,6 +21,7 @@ POOLS = ("shared", "layer")
 
 HELD = 1  # flag: the expert belongs to the step in flight, so it is in no heap
 HINTED = 2  # flag: a hint counted the coming use already
+INDEX = (1 << 31) - 1  # `index & INDEX` is plainly not negative: no code is made to count it from the end
 
 
 class State(NamedTuple):
