@@ -12,10 +12,9 @@ from __future__ import annotations
 import functools
 from typing import Any
 
-from numba import types
-
 from trilane.cpu_kernels.activation import HIDDEN_BF16, HIDDEN_F32
 from trilane.cpu_kernels.emit import F32X8, I16X8, I32X8, Emitter, V, emitted, f32, i64
+from trilane.cpu_kernels.float_env import TASK_SIGNATURE
 from trilane.cpu_kernels.words import Combine, load_f32, load_i32, word
 from trilane.jit import compiled, native
 
@@ -147,7 +146,7 @@ def combine_rows(block, first, last):
 
 @functools.cache
 def combine_task() -> Any:
-    @native(types.int64(types.int64, types.int64, types.int64))
+    @native(TASK_SIGNATURE)
     def combine(block, task, worker):
         rows = word(block, Combine.ROWS_PER_TASK)
         combine_rows(block, task * rows, min((task + 1) * rows, word(block, Combine.NUM_ROWS)))

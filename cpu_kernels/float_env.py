@@ -23,6 +23,8 @@ from numba.extending import intrinsic
 from trilane.cpu_kernels.atomics import MACHINE
 from trilane.jit import compiled
 
+#: The form of every task: ``int64 fn(int64 arg, int64 task, int64 worker)``.
+TASK_SIGNATURE = types.int64(types.int64, types.int64, types.int64)
 _I8, _I32, _I64 = ir.IntType(8), ir.IntType(32), ir.IntType(64)
 _VOID = ir.VoidType()
 #: The register's value in exact mode: no exception traps, round to nearest, no flush.

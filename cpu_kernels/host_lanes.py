@@ -10,8 +10,6 @@ from __future__ import annotations
 import functools
 from typing import Any
 
-from numba import types
-
 from trilane.cpu_kernels.atomics import (
     add_at,
     futex_wait,
@@ -23,6 +21,7 @@ from trilane.cpu_kernels.atomics import (
     store_at,
 )
 from trilane.cpu_kernels.expert_mlp import activate_rows, multiply_down, multiply_up, run_shard
+from trilane.cpu_kernels.float_env import TASK_SIGNATURE
 from trilane.cpu_kernels.words import (
     DeviceJob,
     Layer,
@@ -36,7 +35,6 @@ from trilane.cpu_kernels.words import (
 )
 from trilane.jit import compiled, native
 
-TASK_SIGNATURE = types.int64(types.int64, types.int64, types.int64)
 ABORTED = 1
 COPY_CHUNK_NBYTES = 256 << 10  # a background copy gives way to a demand after at most this much
 SPINS_BEFORE_SLEEP = 2000

@@ -9,9 +9,8 @@ from __future__ import annotations
 import functools
 from typing import Any
 
-from numba import types
-
 from trilane.cpu_kernels.activation import copy_row_f32, load_hidden, quantize_row
+from trilane.cpu_kernels.float_env import TASK_SIGNATURE
 from trilane.cpu_kernels.words import Publish, set_word, word
 from trilane.jit import compiled, native
 
@@ -33,7 +32,7 @@ def publish_rows(block, first, last):
 
 @functools.cache
 def publish_task() -> Any:
-    @native(types.int64(types.int64, types.int64, types.int64))
+    @native(TASK_SIGNATURE)
     def publish(block, task, worker):
         rows = word(block, Publish.ROWS_PER_TASK)
         publish_rows(block, task * rows, min((task + 1) * rows, word(block, Publish.NUM_ROWS)))

@@ -7,14 +7,12 @@ from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
-from numba import types
 
 from trilane.cpu_kernels.atomics import add_at, compare_exchange_at, load_at
-from trilane.cpu_kernels.float_env import call_task
+from trilane.cpu_kernels.float_env import TASK_SIGNATURE, call_task
 from trilane.cpu_kernels.parking import wait_word
 from trilane.jit import compiled, native
 
-TASK_SIGNATURE = types.int64(types.int64, types.int64, types.int64)
 PAGE_NBYTES = 4096
 TOUCH_ROUND_NBYTES = 256 << 20  # what a worker touches at a time: no stall, and Ctrl-C gets through
 

@@ -42,7 +42,6 @@ class Run:
     digest: str
     stats: Stats
     limit_us: float
-    wall_s: float
 
 
 def make_store(trace: Trace, hidden: int, intermediate: int) -> ExpertStore:
@@ -78,10 +77,9 @@ def run_conversation(
     with ExpertScheduler(store, config=Config.from_mapping(options)) as scheduler:
         if warm:
             _pass(scheduler, trace, tokens)
-        start = time.perf_counter()
         with scheduler.request() as request:
             digest, limit = _pass(scheduler, trace, tokens)
-        return Run(name, digest, request.stats, limit, time.perf_counter() - start)
+        return Run(name, digest, request.stats, limit)
 
 
 def _pass(scheduler: ExpertScheduler, trace: Trace, tokens: int) -> tuple[str, float]:

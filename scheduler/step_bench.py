@@ -20,7 +20,6 @@ from trilane.engine import ExpertScheduler
 from trilane.store import ExpertStore
 
 SEED = 11
-WARM_STEPS = 3
 
 
 @dataclass(frozen=True)
