@@ -6,22 +6,29 @@ everything that is wrong with it. The file knows option names and limits, and no
 
 from __future__ import annotations
 
+import os
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping
+from decimal import Decimal
+from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
 
-from .errors import ConfigError, Problem, did_you_mean
+from .config_problems import find_problems, rule_error, shown
+from .errors import ConfigError, Problem
 
 DEFAULT_FRACTION = 0.25
+MAX_COUNT = 2**31 - 1  # slots are numbered by int32
+MAX_NBYTES = 2**60  # an EiB: above any memory, below what int64 arithmetic with sizes can hold
+MAX_THREADS = 4096
 _UNITS = {"": 1} | {
     f"{prefix}{infix}b": base**power
     for infix, base in (("", 1000), ("i", 1024))
     for power, prefix in enumerate("kmgt", start=1)
 }
 _UNITS["b"] = 1
-_SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*")
+_SIZE = re.compile(r"\s*([0-9]{1,30}(?:\.[0-9]{1,30})?)\s*([A-Za-z]*)\s*")
 
 
 def parse_nbytes(value: int | str) -> int:
@@ -45,12 +52,35 @@ def parse_nbytes(value: int | str) -> int:
     match = _SIZE.fullmatch(value) if isinstance(value, str) else None
     if match is None or match[2].lower() not in _UNITS:
         raise ValueError("must be a number of bytes or a text such as '4.5GiB' or '300MB'")
-    return int(float(match[1]) * _UNITS[match[2].lower()])
+    return int(Decimal(match[1]) * _UNITS[match[2].lower()])
 
 
-Size = Annotated[int, BeforeValidator(parse_nbytes), Field(ge=0)]
+def parse_file(value: str | os.PathLike[str]) -> Path:
+    """The name of a file, with a leading ``~`` as the home folder; relative names are relative to where we run.
+
+    Raises
+    ------
+    ValueError
+        If it can be no file's name.
+    """
+    if not isinstance(value, str | os.PathLike) or not isinstance(name := os.fspath(value), str):
+        raise ValueError("must be the name of a file, as text (in quotes, if it looks like something else)")
+    if not name.strip() or "\0" in name:
+        raise ValueError("must be the name of a file: neither empty nor with a NUL character")
+    try:
+        return Path(name).expanduser()
+    except RuntimeError:
+        raise ValueError("must name a home folder that exists, or start with no '~'") from None
+
+
+Size = Annotated[int, BeforeValidator(parse_nbytes), Field(ge=0, le=MAX_NBYTES)]
+File = Annotated[Path, BeforeValidator(parse_file)]
 Rate = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 Lane = Literal["stream", "zero_copy", "cpu"]
+
+
+# Options of a section that exclude each other: at most one may be set, and a stronger source's one replaces a weaker's.
+ONE_OF = {"cache": ("slots", "fraction", "nbytes")}
 
 
 class _Section(BaseModel):
@@ -60,7 +90,9 @@ class _Section(BaseModel):
 class CacheConfig(_Section):
     """The slots of the device and who keeps them. Give the size at most once: slots, fraction or nbytes."""
 
-    slots: int | None = Field(default=None, ge=0, description="slots in all; each holds one shard of an expert")
+    slots: Annotated[int, Field(ge=0, le=MAX_COUNT)] | None = Field(
+        default=None, description="slots in all; each holds one shard of an expert"
+    )
     fraction: float | None = Field(default=None, ge=0, le=1, description="slots as a part of all shards, 0 to 1")
     nbytes: Size | None = Field(default=None, description="bytes of device memory for slots, e.g. '4.5GiB'")
     pool: Literal["shared", "layer"] = Field(default="shared", description="one pool for all layers, or one a layer")
@@ -77,9 +109,10 @@ class CacheConfig(_Section):
 
     @model_validator(mode="after")
     def _one_size(self) -> Self:
-        given = [name for name in ("slots", "fraction", "nbytes") if getattr(self, name) is not None]
-        if len(given) > 1:
-            raise ValueError(f"{' and '.join(given)} both set the size: keep one of them")
+        given = [name for name in ONE_OF["cache"] if getattr(self, name) is not None]
+        for name in given[1:]:
+            value = getattr(self, name)
+            raise rule_error(name, f"is {value!r}, but {given[0]} sets the size of the cache already: keep one of them")
         return self
 
     def num_slots(self, num_shards: int, slot_nbytes: int) -> int:
@@ -109,14 +142,22 @@ class PolicyConfig(_Section):
     @model_validator(mode="after")
     def _force_is_allowed(self) -> Self:
         if self.force is not None and self.force not in self.lanes:
-            raise ValueError(f"force is {self.force!r}, which lanes does not allow: add it to lanes")
+            allowed = ", ".join(self.lanes)
+            raise rule_error("force", f"is {self.force!r}, but policy.lanes allows only {allowed}: add it to lanes")
+        return self
+
+    @model_validator(mode="after")
+    def _lanes_differ(self) -> Self:
+        twice = next((lane for lane in self.lanes if self.lanes.count(lane) > 1), None)
+        if twice is not None:
+            raise rule_error("lanes", f"names {twice!r} more than once: name each lane once")
         return self
 
 
 class CpuConfig(_Section):
     """The team of workers that computes on the processor."""
 
-    threads: Annotated[int, Field(ge=1)] | Literal["auto"] = Field(
+    threads: Annotated[int, Field(ge=1, le=MAX_THREADS)] | Literal["auto"] = Field(
         default="auto", description="worker threads; auto: physical cores allowed, less one for the driver"
     )
     spin_us: Annotated[float, Field(ge=0, le=1e6)] | Literal["auto"] = Field(
@@ -148,13 +189,31 @@ class HostDeviceConfig(_Section):
     cpu_gb_s: Rate | None = Field(default=None, description="GB/s at which the CPU lane computes")
 
 
+class ProfileConfig(_Section):
+    """The machine profile that plans are made from, and what to do where there is none."""
+
+    path: File | None = Field(
+        default=None, description="file of the machine profile; null: the one that was saved for this machine"
+    )
+    missing: Literal["measure", "refuse"] = Field(
+        default="measure", description="without a valid profile: measure this machine at start-up, or refuse to start"
+    )
+
+
+class RecordConfig(_Section):
+    """What is written down while the scheduler runs."""
+
+    path: File | None = Field(default=None, description="file to record the routing of all steps to; null: none")
+
+
 class Config(BaseModel):
     """All options. Frozen; a wrong one raises a ConfigError that lists every problem.
 
     Parameters
     ----------
     **sections
-        ``cache``, ``policy``, ``cpu`` and ``host_device``, each a mapping or a section object.
+        ``cache``, ``policy``, ``cpu``, ``host_device``, ``profile`` and ``record``, each a mapping or a section
+        object.
 
     Raises
     ------
@@ -171,14 +230,15 @@ class Config(BaseModel):
     policy: PolicyConfig = Field(default_factory=PolicyConfig, description="lanes and admission")
     cpu: CpuConfig = Field(default_factory=CpuConfig, description="the team of workers")
     host_device: HostDeviceConfig = Field(default_factory=HostDeviceConfig, description="rates to play")
+    profile: ProfileConfig = Field(default_factory=ProfileConfig, description="the machine profile")
+    record: RecordConfig = Field(default_factory=RecordConfig, description="what is written down")
 
-    def __init__(self, **sections: Any) -> None:
+    def __init__(self, /, **sections: Any) -> None:
         try:
             super().__init__(**sections)
-        except ValidationError as error:
-            problems = list(_problems(error))
-        else:
             return
+        except ValidationError as error:
+            problems = find_problems(type(self), sections, error)
         raise ConfigError(problems)
 
     @classmethod
@@ -193,79 +253,16 @@ class Config(BaseModel):
             Where they came from; named in the error.
         """
         if not isinstance(options, Mapping):
-            problem = f"is {options!r}, but must be a mapping of sections ({', '.join(cls.model_fields)})"
+            problem = f"is {shown(options)}, but must be a mapping of sections ({', '.join(cls.model_fields)})"
             raise ConfigError([Problem("configuration", problem)], source)
         try:
-            return cls(**{str(name): value for name, value in options.items() if value is not None})
+            return cls(**_given_sections(options))
         except ConfigError as error:
             problems = error.problems
         raise ConfigError(problems, source)
 
 
-_RULES = {
-    "model_type": "must be a mapping of options",
-    "invalid_key": "must be the name of an option",
-    "too_short": "must not be empty",
-}
-
-
-def _problems(error: ValidationError) -> Iterator[Problem]:
-    """One problem per path; the branches of a union ("int or 'auto'") become one sentence."""
-    rules: dict[str, list[str]] = {}
-    first: dict[str, Any] = {}
-    for detail in error.errors(include_url=False):
-        path = _path(detail["loc"])
-        rules.setdefault(path, []).append(_rule(detail))
-        first.setdefault(path, detail)
-    for path, texts in rules.items():
-        rule = " or ".join(dict.fromkeys(texts)).replace(" or must be ", " or ")
-        yield Problem(path, _sentence(first[path], rule))
-
-
-def _path(location: Sequence[int | str]) -> str:
-    """``("policy", "lanes", 1)`` -> ``policy.lanes.1``; names of union branches are dropped."""
-    kept = [str(part) for part in location[:2]] + [str(part) for part in location[2:] if isinstance(part, int)]
-    return ".".join(kept) or "configuration"
-
-
-def _sentence(detail: Any, rule: str) -> str:
-    location, value = detail["loc"], detail["input"]
-    if detail["type"] == "extra_forbidden":
-        names = _names_beside(location)
-        return f"is no option: use {_alternatives(names)}.{did_you_mean(str(location[-1]), names)}"
-    if detail["type"] == "value_error" and len(location) < 2:
-        return f"{rule}."  # a rule across options names their values itself
-    hint = did_you_mean(value, _literals(detail)) if isinstance(value, str) else ""
-    return f"is {value!r}, but {rule}{_meaning(location)}.{hint}"
-
-
-def _rule(detail: Any) -> str:
-    if detail["type"] == "literal_error":
-        return f"must be {_alternatives(_literals(detail))}"
-    if detail["type"] in _RULES:
-        return _RULES[detail["type"]]
-    text = str(detail["msg"]).removeprefix("Value error, ").removeprefix("Input should be ")
-    return text if " both " in text or text.startswith(("must ", "force ")) else f"must be {text}"
-
-
-def _literals(detail: Any) -> list[str]:
-    return re.findall(r"'([^']*)'", str(detail.get("ctx", {}).get("expected", "")))
-
-
-def _alternatives(names: Sequence[str]) -> str:
-    quoted = [repr(name) for name in names]
-    return quoted[0] if len(quoted) == 1 else f"{', '.join(quoted[:-1])} or {quoted[-1]}"
-
-
-def _names_beside(location: Sequence[int | str]) -> list[str]:
-    """The option names that could stand where an unknown one stood."""
-    section = Config.model_fields.get(str(location[0])) if len(location) > 1 else None
-    return list((section.annotation if section else Config).model_fields)  # type: ignore[union-attr]
-
-
-def _meaning(location: Sequence[int | str]) -> str:
-    """The option's one line, so that the remedy needs no manual."""
-    field = Config.model_fields.get(str(location[0])) if location else None
-    if field is not None and len(location) > 1:
-        field = field.annotation.model_fields.get(str(location[1]))  # type: ignore[union-attr]
-    return f" ({field.description})" if field is not None and field.description else ""
+def _given_sections(options: Mapping[Any, Any]) -> dict[str, Any]:
+    """What is not an empty section: an unknown name is kept, empty or not, since it is wrong."""
+    names = {name if isinstance(name, str) else shown(name): value for name, value in options.items()}
+    return {name: value for name, value in names.items() if value is not None or name not in Config.model_fields}

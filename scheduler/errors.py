@@ -97,13 +97,16 @@ class Problem:
         Where, as in ``cache.slots``.
     message : str
         The value, the rule and the remedy.
+    where : str, optional
+        Where it was written: ``trilane.yaml:12``, ``TRILANE_CACHE_SLOTS``, ``--set``.
     """
 
     path: str
     message: str
+    where: str | None = None
 
     def __str__(self) -> str:
-        return f"{self.path}: {self.message}"
+        return ": ".join(filter(None, (self.where, self.path, self.message)))
 
 
 class ConfigError(TrilaneError, ValueError):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import doctest
 import math
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import BaseModel, ValidationError
 
-from trilane import Config, ConfigError, config
+from trilane import Config, ConfigError, config, config_problems
 
 
 def problems_of(options: dict[str, Any]) -> dict[str, str]:
@@ -79,8 +80,10 @@ def test_the_source_is_named() -> None:
 @pytest.mark.parametrize(
     ("options", "path", "text"),
     [
-        ({"cache": {"slots": 1, "fraction": 0.5}}, "cache", "slots and fraction both set the size"),
-        ({"policy": {"lanes": ["cpu"], "force": "stream"}}, "policy", "add it to lanes"),
+        ({"cache": {"slots": 1, "fraction": 0.5}}, "cache.fraction", "slots sets the size of the cache already"),
+        ({"policy": {"lanes": ["cpu"], "force": "stream"}}, "policy.force", "add it to lanes"),
+        ({"policy": {"lanes": ["cpu", "cpu"]}}, "policy.lanes", "name each lane once"),
+        ({"policy": {"lanes": "cpu"}}, "policy.lanes", "must be a list"),
         ({"policy": {"lanes": []}}, "policy.lanes", "must not be empty"),
         ({"cache": 3}, "cache", "must be a mapping of options"),
         ({"cache": {3: 4}}, "cache.3", "must be the name of an option"),
@@ -89,11 +92,53 @@ def test_the_source_is_named() -> None:
         ({"cache": {"nbytes": "4G"}}, "cache.nbytes", "'4.5GiB'"),
         ({"cpu": {"threads": "many"}}, "cpu.threads", "must be a valid integer or 'auto'"),
         ({"cpu": {"spin_us": True}}, "cpu.spin_us", "must be a valid number or 'auto'"),
+        ({"cache": {"slots": 10**5000}}, "cache.slots", "less than or equal to"),
+        ({"cache": {"nbytes": "9" * 30 + "GiB"}}, "cache.nbytes", "less than or equal to"),
+        ({"cache": {"nbytes": "9" * 400}}, "cache.nbytes", "must be a number of bytes"),
+        ({"record": {"path": ""}}, "record.path", "must be the name of a file"),
+        ({"profile": {"path": 3}}, "profile.path", "must be the name of a file"),
+        ({"profile": {"missing": "refused"}}, "profile.missing", "Did you mean 'refuse'?"),
+        ({"polcy": None}, "polcy", "Did you mean 'policy'?"),
+        ({"self": 3}, "self", "is no section"),
         ({"host_device": {"link_gb_s": math.inf}}, "host_device.link_gb_s", "finite"),
     ],
 )
 def test_impossible_values_say_the_rule(options: dict[str, Any], path: str, text: str) -> None:
     assert text in problems_of(options)[path]
+
+
+@pytest.mark.parametrize(
+    ("options", "path", "hint"),
+    [
+        ({"cache": {"half-life-steps": 3}}, "cache.half-life-steps", "Did you mean 'half_life_steps'?"),
+        ({"cache": {"Slots": 3}}, "cache.Slots", "Did you mean 'slots'?"),
+        ({"policy": {"eviction": "lru"}}, "policy.eviction", "'eviction' is an option of section 'cache': move it"),
+        ({"policy": {"evictoin": "lru"}}, "policy.evictoin", "Did you mean 'eviction' of section 'cache'?"),
+        ({"slots": 3}, "slots", "'slots' is an option of section 'cache': write it below 'cache:'"),
+        ({"cache.slots": 3}, "'cache.slots'", "write it below 'cache:'"),
+        ({"cache": {"policy": {}}}, "cache.policy", "'policy' is a section"),
+        ({"cache": {"a\nb\x1b[0m": 1}}, "cache.'a\\nb\\x1b[0m'", "is no option"),
+    ],
+)
+def test_names_that_do_not_exist_are_told_where_they_belong(options: dict[str, Any], path: str, hint: str) -> None:
+    assert hint in problems_of(options)[path]
+
+
+def test_rules_across_options_are_checked_beside_options_that_are_wrong() -> None:
+    found = problems_of(
+        {
+            "cache": {"slots": 1, "fraction": 0.5, "nbytes": "1GiB", "pool": "none"},
+            "policy": {"lanes": ["cpu"], "force": "stream", "fills": 3},
+        }
+    )
+    assert set(found) == {"cache.pool", "cache.fraction", "cache.nbytes", "policy.fills", "policy.force"}
+
+
+def test_files_are_paths_with_the_home_folder_written_out(monkeypatch: Any) -> None:
+    monkeypatch.setenv("HOME", "/home/someone")
+    given = Config(record={"path": "~/routing"}, profile={"path": Path("p.json")})
+    assert given.record.path == Path("/home/someone/routing") and given.profile.path == Path("p.json")
+    assert Config().record.path is None and Config().profile.missing == "measure"
 
 
 def test_something_that_is_no_mapping_is_refused() -> None:
@@ -135,5 +180,6 @@ def test_texts_that_are_no_size_are_refused(text: Any) -> None:
 
 
 def test_examples_in_docstrings_run() -> None:
-    result = doctest.testmod(config)
-    assert result.attempted >= 2 and result.failed == 0
+    for module, least in ((config, 2), (config_problems, 2)):
+        result = doctest.testmod(module)
+        assert result.attempted >= least and result.failed == 0

@@ -27,7 +27,8 @@ LEAVES = {"jit", "errors"}
 # The rest (engine, store, stats, devices, command line, integrations) may import everything.
 MAY_IMPORT: list[tuple[tuple[str, ...], tuple[str, ...]]] = [
     (("jit", "errors"), ()),
-    (("config",), ("errors",)),
+    (("config_problems",), ("errors",)),
+    (("config",), ("config_problems", "errors")),
     (tuple(sorted(DECISIONS)), (*sorted(DECISIONS), *sorted(LEAVES))),
     (("cpu_kernels",), ("cpu_kernels", "jit")),
     (("gpu_kernels",), ("gpu_kernels", "cpu_kernels.formats", "cpu_kernels.layout")),
