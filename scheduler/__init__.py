@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from .config import Config
+    from .config_sources import EffectiveConfig, load_config
     from .engine import ExpertScheduler
     from .errors import (
         ArrayError,
@@ -43,6 +44,7 @@ __all__ = [
     "Config",
     "ConfigError",
     "DeviceError",
+    "EffectiveConfig",
     "ExpertScheduler",
     "ExpertStore",
     "ForkError",
@@ -56,16 +58,19 @@ __all__ = [
     "StoreError",
     "TrilaneError",
     "WorkerError",
+    "load_config",
 ]
 
 _ELSEWHERE = {
     "Config": "config",
+    "EffectiveConfig": "config_sources",
     "ExpertScheduler": "engine",
     "ExpertStore": "store",
     "MachineProfile": "profile",
     "Outcome": "expert",
     "Plan": "expert",
     "Stats": "stats",
+    "load_config": "config_sources",
 }  # every other public name is an error
 
 

@@ -13,6 +13,7 @@ import typer
 
 from trilane import __version__
 from trilane.cli_bench import bench_app
+from trilane.cli_config import show_config
 from trilane.errors import TrilaneError
 
 app = typer.Typer(
@@ -23,6 +24,7 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 app.add_typer(bench_app, name="bench")
+app.command("config")(show_config)
 
 
 def _print_version(wanted: bool) -> None:

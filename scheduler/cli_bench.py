@@ -10,15 +10,14 @@ from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 import typer
 
-if TYPE_CHECKING:
-    from rich.console import Console
+from trilane.console import open_console
 
+if TYPE_CHECKING:
     from trilane.probes.cpu_experts import ExpertRate
     from trilane.step_bench import StepRow
 
 bench_app = typer.Typer(no_args_is_help=True, help="Measure: kernels, steps, lanes.")
 ZERO_COPY_SHARE = 0.9  # of a played link: reads in place do a little worse than copies
-_PLAIN_WIDTH = 200  # columns of a table that goes to a file or a pipe
 
 T = TypeVar("T")
 
@@ -113,16 +112,9 @@ def _threads(counts: Sequence[int] | None, num_allowed: int) -> list[int]:
     return chosen
 
 
-def _console(stderr: bool = False) -> Console:
-    from rich.console import Console
-
-    console = Console(stderr=stderr, highlight=False)
-    return console if console.is_terminal else Console(stderr=stderr, highlight=False, width=_PLAIN_WIDTH)
-
-
 def _collected(rates: Any, num_expected: int) -> list[ExpertRate]:
     """All rates, with a progress line on a terminal's stderr."""
-    console = _console(stderr=True)
+    console = open_console(stderr=True)
     found: list[ExpertRate] = []
     with console.status("compiling and measuring ...") if console.is_terminal else _quiet() as status:
         for rate in rates:
@@ -154,7 +146,7 @@ def _print_rates(rates: Sequence[ExpertRate], machine_line: str) -> None:
     from rich import box
     from rich.table import Table
 
-    console = _console()
+    console = open_console()
     table = Table(box=box.SIMPLE if console.is_terminal else None)
     for heading in ("format", "shape", "threads", "GB/s", "limit", "ratio", "ggml", "x ggml"):
         table.add_column(heading, justify="left" if heading == "format" else "right")
@@ -233,7 +225,7 @@ def bench_step(
 def _print_steps(rows: Sequence[StepRow], machine_line: str, median: float, p90: float) -> None:
     from rich.table import Table
 
-    console = _console()
+    console = open_console()
     console.print(machine_line, highlight=False)
     table = Table()
     for name in ("link GB/s", "hits", "misses", "predicted us", "measured us", "p90 us", "limit us", "error", "lanes"):

@@ -13,7 +13,7 @@ from decimal import Decimal
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, WithJsonSchema, model_validator
 
 from .config_problems import find_problems, rule_error, shown
 from .errors import ConfigError, Problem
@@ -73,7 +73,12 @@ def parse_file(value: str | os.PathLike[str]) -> Path:
         raise ValueError("must name a home folder that exists, or start with no '~'") from None
 
 
-Size = Annotated[int, BeforeValidator(parse_nbytes), Field(ge=0, le=MAX_NBYTES)]
+Size = Annotated[
+    int,
+    Field(ge=0, le=MAX_NBYTES),
+    BeforeValidator(parse_nbytes),
+    WithJsonSchema({"type": "string", "format": "size"}),
+]
 File = Annotated[Path, BeforeValidator(parse_file)]
 Rate = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 Lane = Literal["stream", "zero_copy", "cpu"]
@@ -93,7 +98,9 @@ class CacheConfig(_Section):
     slots: Annotated[int, Field(ge=0, le=MAX_COUNT)] | None = Field(
         default=None, description="slots in all; each holds one shard of an expert"
     )
-    fraction: float | None = Field(default=None, ge=0, le=1, description="slots as a part of all shards, 0 to 1")
+    fraction: float | None = Field(
+        default=None, ge=0, le=1, description="slots as a part of all shards; with no size given, a quarter"
+    )
     nbytes: Size | None = Field(default=None, description="bytes of device memory for slots, e.g. '4.5GiB'")
     pool: Literal["shared", "layer"] = Field(default="shared", description="one pool for all layers, or one a layer")
     eviction: Literal["lru", "decayed_frequency"] = Field(
@@ -133,7 +140,7 @@ class PolicyConfig(_Section):
         strict=False,
         description="lanes that may be used",
     )
-    force: Lane | None = Field(default=None, description="send every miss to this lane; None: the fastest split")
+    force: Lane | None = Field(default=None, description="send every miss to this lane; null: the fastest split")
     admit: Literal["always", "score"] = Field(
         default="score", description="fill a slot always, or only for an expert worth at least its victim"
     )
@@ -238,7 +245,7 @@ class Config(BaseModel):
             super().__init__(**sections)
             return
         except ValidationError as error:
-            problems = find_problems(type(self), sections, error)
+            problems, _ = find_problems(type(self), sections, error)
         raise ConfigError(problems)
 
     @classmethod
@@ -260,6 +267,17 @@ class Config(BaseModel):
         except ConfigError as error:
             problems = error.problems
         raise ConfigError(problems, source)
+
+
+def sound_options(options: Mapping[str, Any]) -> tuple[dict[str, Any], list[Problem]]:
+    """What of a mapping of sections can be used, and what is wrong with the rest."""
+    given = _given_sections(options)
+    try:
+        BaseModel.__init__(Config.__new__(Config), **given)
+    except ValidationError as error:
+        problems, left = find_problems(Config, given, error)
+        return left, problems
+    return given, []
 
 
 def _given_sections(options: Mapping[Any, Any]) -> dict[str, Any]:

@@ -66,8 +66,10 @@ def rule_error(option: str, text: str) -> PydanticCustomError:
     return PydanticCustomError(_RULE, "{text}", {"text": text, "option": option})
 
 
-def find_problems(model: Model, sections: Mapping[str, Any], error: ValidationError) -> list[Problem]:
-    """Every problem of ``sections``, of which ``error`` is what the first look found.
+def find_problems(
+    model: Model, sections: Mapping[str, Any], error: ValidationError
+) -> tuple[list[Problem], dict[str, Any]]:
+    """Every problem of ``sections``, of which ``error`` is what the first look found, and what is sound of them.
 
     Rules across options run only where each option is right, so what is wrong is taken out and the rest is
     looked at again, until nothing more is found.
@@ -81,7 +83,7 @@ def find_problems(model: Model, sections: Mapping[str, Any], error: ValidationEr
             found.setdefault(problem.path, problem)
         taken = [_take_out(left, detail["loc"]) for detail in details]
         more = _look_again(model, left) if any(taken) else None
-    return list(found.values())
+    return list(found.values()), left
 
 
 def _look_again(model: Model, sections: Mapping[str, Any]) -> ValidationError | None:
@@ -96,12 +98,15 @@ def _take_out(sections: dict[str, Any], location: Location) -> bool:
     """Drop the option of a finding, or its section where it is no option's; whether something was dropped."""
     name, *rest = location or ("",)
     section = sections.get(str(name))
-    if rest and isinstance(section, dict):
-        found = [key for key in section if key == rest[0] or str(key) == str(rest[0])]
-        for key in found:
-            del section[key]
-        return bool(found)
-    return sections.pop(str(name), None) is not None
+    if not (rest and isinstance(section, dict)):
+        return sections.pop(str(name), None) is not None
+    if rest[0] in section:
+        del section[rest[0]]
+        return True
+    wrong = [key for key in section if not isinstance(key, str)]  # located by their text
+    for key in wrong:
+        del section[key]
+    return bool(wrong)
 
 
 def _located(detail: Any) -> dict[str, Any]:

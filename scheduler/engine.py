@@ -18,6 +18,7 @@ import numpy as np
 from trilane.arguments import apart_from, bad_id, check_hidden, check_ids, check_out, check_routing
 from trilane.arrays import HostView, like_input
 from trilane.config import Config
+from trilane.config_sources import EffectiveConfig, resolve_config
 from trilane.cpu_kernels.team import TeamClosed, TeamError, TeamForked
 from trilane.errors import (
     ArrayError,
@@ -86,8 +87,10 @@ class ExpertScheduler:
         The experts in host RAM; may be shared by several schedulers.
     profile : MachineProfile, optional
         The machine's measured rates. None: the lanes are measured once, which takes about a second.
-    config : Config or mapping, optional
-        Options; see :class:`~trilane.Config`.
+    config : Config, EffectiveConfig, mapping or path, optional
+        Options; see :class:`~trilane.Config`. A path names a YAML file. Variables such as
+        ``TRILANE_CACHE_SLOTS`` apply over a file, and where nothing is given; options that are passed as
+        objects or mappings are taken as they are.
     device : str
         ``"host"``: slots, link and device are played by the machine's own memory and cores.
 
@@ -117,13 +120,13 @@ class ExpertScheduler:
         store: ExpertStore,
         *,
         profile: MachineProfile | None = None,
-        config: Config | Mapping[str, Any] | None = None,
+        config: Config | EffectiveConfig | Mapping[str, Any] | str | os.PathLike[str] | None = None,
         device: str = "host",
     ) -> None:
         if device != "host":
             raise DeviceError(f"device {device!r}: this release has the host device only; use device='host'")
         self.store = store
-        self.config = config if isinstance(config, Config) else Config.from_mapping(config or {})
+        self.config = resolve_config(config)
         self._pid = os.getpid()
         self._ticket: Ticket | None = None
         self._failure: TrilaneError | None = None

@@ -264,11 +264,20 @@ def test_refused_arguments(scheduler, changes, error, text):
     scheduler.forward(0, X, IDS, WEIGHTS)
 
 
+def test_options_may_come_from_a_file(store, tmp_path):
+    file = tmp_path / "trilane.yaml"
+    file.write_text("cache: {slots: 3}\n")
+    with trilane.ExpertScheduler(store, config=file) as scheduler:
+        assert scheduler.config == trilane.load_config(file).config and scheduler.config.cache.slots == 3
+
+
 def test_refused_at_the_start(store):
     with pytest.raises(DeviceError, match="device 'cuda': this release has the host device only"):
         trilane.ExpertScheduler(store, device="cuda")
     with pytest.raises(ConfigError, match="cache.slotz"):
         open_scheduler(store, cache={"slotz": 1})
+    with pytest.raises(ConfigError, match="none.yaml: does not exist"):
+        trilane.ExpertScheduler(store, config="none.yaml")
     from trilane.cpu_kernels.isa import ISAS, available_isas
 
     for isa in set(ISAS) - set(available_isas()):
