@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from .config import Config
-    from .config_sources import EffectiveConfig, load_config
+    from .effective_config import EffectiveConfig, load_config
     from .engine import ExpertScheduler
     from .errors import (
         ArrayError,
@@ -63,14 +63,14 @@ __all__ = [
 
 _ELSEWHERE = {
     "Config": "config",
-    "EffectiveConfig": "config_sources",
+    "EffectiveConfig": "effective_config",
     "ExpertScheduler": "engine",
     "ExpertStore": "store",
     "MachineProfile": "profile",
     "Outcome": "expert",
     "Plan": "expert",
     "Stats": "stats",
-    "load_config": "config_sources",
+    "load_config": "effective_config",
 }  # every other public name is an error
 
 

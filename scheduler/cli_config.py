@@ -11,7 +11,7 @@ import typer
 from trilane.console import open_console
 
 if TYPE_CHECKING:
-    from trilane.config_sources import EffectiveConfig
+    from trilane.effective_config import EffectiveConfig
     from trilane.errors import ConfigError
 
 _SCHEMA = 1
@@ -33,7 +33,7 @@ def show_config(
     Exit code 1 if anything is wrong; all of it is listed, with its line.
     """
     from trilane.config_reference import example_text
-    from trilane.config_sources import load_config
+    from trilane.effective_config import load_config
     from trilane.errors import ConfigError
 
     if example:

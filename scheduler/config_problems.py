@@ -24,9 +24,13 @@ Location = tuple[int | str, ...]
 _MAX_SHOWN = 60  # characters of a value or a name in a message
 _RULE = "rule_across_options"
 _RULES = {
-    "model_type": "must be a mapping of options",
+    "model_type": "must be a mapping of options, one a line and indented",
     "invalid_key": "must be the name of an option",
     "too_short": "must not be empty",
+    "int_type": "must be a whole number",
+    "int_from_float": "must be a whole number",
+    "float_type": "must be a number",
+    "bool_type": "must be true or false",
     "tuple_type": "must be a list, such as [stream, cpu]",
     "none_required": "null",
 }
@@ -123,6 +127,8 @@ def _sentences(model: Model, details: Sequence[Any]) -> Iterator[Problem]:
     rules: dict[str, list[str]] = {}
     first: dict[str, Any] = {}
     for detail in details:
+        if detail["type"] == "too_short" and detail["input"]:
+            continue  # a list of wrong items only, which are told themselves
         path = path_text(detail["loc"])
         rules.setdefault(path, []).append(_rule(detail))
         first.setdefault(path, detail)
@@ -137,8 +143,27 @@ def _sentence(model: Model, detail: Any, rule: str) -> str:
         return _unknown_name(model, location)
     if detail["type"] == _RULE:
         return f"{rule}."
-    hint = did_you_mean(value, _literals(detail)) if isinstance(value, str) else ""
+    if len(location) == 2 and _may_be_null(model, location):
+        rule += " or null"
+    hint = _hint(value, detail) if isinstance(value, str) else ""
     return f"is {shown(value)}, but {rule}{_meaning(model, location)}.{hint}"
+
+
+def _hint(text: str, detail: Any) -> str:
+    """What a text that is wrong was probably meant to be."""
+    if detail["type"] == "model_type" and re.match(r"\w+:\S", text):
+        return " Write a space after the colon."
+    if re.fullmatch(r"[-+]?[0-9]+(\.[0-9]+)?", text) and detail["type"] in ("int_type", "float_type"):
+        return " Leave out the quotes."
+    if text.lower() in ("none", "nil") and not detail["type"].startswith("model"):
+        return " Did you mean null, without quotes?"
+    return did_you_mean(text, _literals(detail))
+
+
+def _may_be_null(model: Model, location: Location) -> bool:
+    section = section_of(model, location[0])
+    field = section.model_fields.get(str(location[1])) if section is not None else None
+    return field is not None and field.default is None
 
 
 def _rule(detail: Any) -> str:

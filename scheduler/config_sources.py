@@ -1,27 +1,25 @@
-"""The effective configuration: defaults, then a file, then the environment, then arguments; and who set what.
+"""The places where options are set: a file, the environment, arguments. Each becomes a layer that is checked alone.
 
-Each source is checked on its own, so that one error tells what is wrong in all of them, and then all together.
-The file knows names of sources and how they are combined; what an option may be is the model's business.
+The file knows how each place spells options; what an option may be is the model's business, and which place goes
+over which is said elsewhere.
 """
 
 from __future__ import annotations
 
 import difflib
-import logging
 import os
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from types import MappingProxyType
 from typing import Any, Literal
 
 from pydantic import BaseModel
 
-from trilane.config import ONE_OF, Config, sound_options
+from trilane.config import Config, sound_options
 from trilane.config_file import file_name, read_file
 from trilane.config_problems import shown
-from trilane.config_reference import Option, all_options, value_text
-from trilane.errors import ConfigError, Problem, did_you_mean
+from trilane.config_reference import Option, all_options
+from trilane.errors import Problem, did_you_mean
 from trilane.yaml_document import read_document
 
 PREFIX = "TRILANE_"
@@ -53,37 +51,8 @@ class Origin:
         return self.name if self.line is None else f"{self.name}:{self.line}"
 
 
-_DEFAULT = Origin("default", "default")
-
-
-@dataclass(frozen=True)
-class EffectiveConfig:
-    """A configuration, and where each of its values comes from.
-
-    Attributes
-    ----------
-    config : Config
-    origins : mapping of str to Origin
-        By path, such as ``cache.slots``; every option has one.
-    warnings : tuple of str
-        What is odd but not wrong, such as a variable with our prefix that names nothing.
-    """
-
-    config: Config
-    origins: Mapping[str, Origin]
-    warnings: tuple[str, ...] = ()
-
-    def value(self, path: str) -> Any:
-        """The value of an option such as ``cache.slots``."""
-        section, _, name = path.partition(".")
-        return getattr(getattr(self.config, section), name)
-
-    def __str__(self) -> str:
-        return "\n".join(f"{path} = {value_text(self.value(path))}  # {self.origins[path]}" for path in self.origins)
-
-
 @dataclass
-class _Layer:
+class Layer:
     """What one source sets: nested options, the origin of each, and what is wrong."""
 
     options: dict[str, Any] = field(default_factory=dict)
@@ -98,53 +67,11 @@ class _Layer:
     def check(self) -> None:
         """Keep what is sound, and note the rest with its place, line by line."""
         self.options, problems = sound_options(self.options)
-        self.problems += [replace(problem, where=_place(problem.path, self.origins)) for problem in problems]
+        self.problems += [replace(problem, where=place_of(problem.path, self.origins)) for problem in problems]
         self.problems.sort(key=lambda problem: [int(digits) for digits in re.findall(r"\d+", problem.where or "")])
 
 
-def load_config(
-    path: str | os.PathLike[str] | None = None,
-    *,
-    environment: Mapping[str, str] | None = None,
-    arguments: Mapping[str, Any] | Sequence[str] | None = None,
-) -> EffectiveConfig:
-    """Read the configuration: defaults < file < environment < arguments.
-
-    Parameters
-    ----------
-    path : path, optional
-        A YAML file. None: the file that ``TRILANE_CONFIG`` names, if it is set; no other place is searched.
-    environment : mapping, optional
-        Variables such as ``TRILANE_CACHE_SLOTS=64``. None: those of the process; ``{}``: none.
-    arguments : mapping or sequence of str, optional
-        Options as nested mappings (``{"cache": {"slots": 64}}``), or as texts (``["cache.slots=64"]``).
-
-    Raises
-    ------
-    ConfigError
-        With everything that is wrong in the file, the environment and the arguments.
-
-    >>> found = load_config(environment={"TRILANE_CACHE_SLOTS": "64"}, arguments=["policy.lanes=stream,cpu"])
-    >>> found.config.cache.slots, found.config.policy.lanes, str(found.origins["cache.slots"])
-    (64, ('stream', 'cpu'), 'TRILANE_CACHE_SLOTS')
-    """
-    variables = os.environ if environment is None else environment
-    named = path if path is not None else variables.get(FILE_VARIABLE) or None
-    layers = [] if named is None else [_file_layer(named)]
-    layers += [_environment_layer(variables), _argument_layer(arguments)]
-    for layer in layers:
-        layer.check()
-    options, origins = _merge(layers)
-    problems = [problem for layer in layers for problem in layer.problems]
-    problems += _joint_problems(options, origins)
-    if problems:
-        raise ConfigError(problems)
-    every = {option.path: origins.get(option.path, _DEFAULT) for option in all_options()}
-    warnings = tuple(warning for layer in layers for warning in layer.warnings)
-    return EffectiveConfig(Config.from_mapping(options), MappingProxyType(every), warnings)
-
-
-def _place(path: str, origins: Mapping[str, Origin]) -> str | None:
+def place_of(path: str, origins: Mapping[str, Origin]) -> str | None:
     """Where a path was written: its own place, or that of the nearest part around it."""
     while path not in origins:
         if "." not in path:
@@ -153,32 +80,14 @@ def _place(path: str, origins: Mapping[str, Origin]) -> str | None:
     return str(origins[path])
 
 
-def resolve_config(given: Config | EffectiveConfig | Mapping[str, Any] | str | os.PathLike[str] | None) -> Config:
-    """The configuration that a program passed: objects and mappings as they are, else as :func:`load_config` reads it.
-
-    The environment has a say where a file has one, or nothing was given; who spells options out in a program gets
-    these and nothing else.
-    """
-    if isinstance(given, EffectiveConfig):
-        return given.config
-    if isinstance(given, Config):
-        return given
-    if given is not None and not isinstance(given, str | os.PathLike):
-        return Config.from_mapping(given)
-    found = load_config(given)
-    for warning in found.warnings:
-        logging.getLogger("trilane").warning("%s", warning)
-    return found.config
-
-
-# ------------------------------------------------------------------------------------------------ the sources
-def _file_layer(path: str | os.PathLike[str]) -> _Layer:
+def file_layer(path: str | os.PathLike[str], named_by: str | None = None) -> Layer:
+    """What a YAML file sets; ``named_by``: the variable that names the file, for the message if it is not there."""
     name, text = file_name(path), read_file(path)
     if isinstance(text, Problem):
-        return _Layer(problems=[text])
+        return Layer(problems=[replace(text, where=": ".join(filter(None, (named_by, text.where))))])
     document = read_document(text, name)
     origins = {path: Origin("file", name, line) for path, line in document.lines.items()}
-    layer = _Layer(origins=origins, problems=list(document.problems))
+    layer = Layer(origins=origins, problems=list(document.problems))
     if isinstance(document.value, dict):
         layer.options = document.value
     elif document.value is not None:
@@ -188,8 +97,9 @@ def _file_layer(path: str | os.PathLike[str]) -> _Layer:
     return layer
 
 
-def _environment_layer(variables: Mapping[str, str]) -> _Layer:
-    layer, known = _Layer(), {option.variable: option for option in all_options()}
+def environment_layer(variables: Mapping[str, str]) -> Layer:
+    """What variables such as ``TRILANE_CACHE_SLOTS`` set."""
+    layer, known = Layer(), {option.variable: option for option in all_options()}
     for name in sorted(name for name in variables if name.startswith(PREFIX) and name not in RESERVED):
         if name not in known:
             _note_unknown_variable(layer, name, known)
@@ -198,10 +108,10 @@ def _environment_layer(variables: Mapping[str, str]) -> _Layer:
     return layer
 
 
-def _note_unknown_variable(layer: _Layer, name: str, known: Mapping[str, Option]) -> None:
+def _note_unknown_variable(layer: Layer, name: str, known: Mapping[str, Option]) -> None:
     """A slip is an error; a name that resembles nothing may be another program's, and is a warning."""
-    near = difflib.get_close_matches(name, [*known, *RESERVED], n=1, cutoff=_MISSPELT)
-    section = next((s for s in Config.model_fields if name.startswith(f"{PREFIX}{s}_".upper())), None)
+    near = difflib.get_close_matches(name, [*known, FILE_VARIABLE], n=1, cutoff=_MISSPELT)
+    section = next((s for s in Config.model_fields if f"{name}_".startswith(f"{PREFIX}{s}_".upper())), None)
     if not near and section is None:
         layer.warnings.append(f"the environment variable {shown(name)} names no option of trilane; it is ignored")
         return
@@ -210,28 +120,29 @@ def _note_unknown_variable(layer: _Layer, name: str, known: Mapping[str, Option]
     layer.problems.append(Problem("", f"names no option: rename or unset it.{hint}", file_name(name)))
 
 
-def _argument_layer(arguments: Mapping[str, Any] | Sequence[str] | None) -> _Layer:
+def argument_layer(arguments: Mapping[str, Any] | Sequence[str] | None) -> Layer:
+    """What a program's mapping or a command line's ``section.option=value`` texts set."""
     if arguments is None:
-        return _Layer()
+        return Layer()
     if isinstance(arguments, Mapping):
         return _mapping_layer(arguments)
-    layer = _Layer()
+    layer = Layer()
     for text in [arguments] if isinstance(arguments, str) else arguments:
         _put_setting(layer, text)
     return layer
 
 
-def _mapping_layer(arguments: Mapping[str, Any]) -> _Layer:
+def _mapping_layer(arguments: Mapping[str, Any]) -> Layer:
     plain = {
         name: value.model_dump(exclude_unset=True) if isinstance(value, BaseModel) else value
         for name, value in arguments.items()
     }
     origin = Origin("argument", "argument")
     inner = {f"{name}.{option}" for name, value in plain.items() if isinstance(value, Mapping) for option in value}
-    return _Layer(plain, dict.fromkeys([*map(str, plain), *inner], origin))
+    return Layer(plain, dict.fromkeys([*map(str, plain), *inner], origin))
 
 
-def _put_setting(layer: _Layer, text: str) -> None:
+def _put_setting(layer: Layer, text: str) -> None:
     """One ``section.option=value``."""
     path, given, value = text.partition("=")
     known, origin = {option.path: option for option in all_options()}, Origin("argument", "--set")
@@ -248,7 +159,7 @@ def _put_setting(layer: _Layer, text: str) -> None:
         _put_text(layer, known[path], value, origin)
 
 
-def _put_text(layer: _Layer, option: Option, text: str, origin: Origin) -> None:
+def _put_text(layer: Layer, option: Option, text: str, origin: Origin) -> None:
     """A value given as text: a file's name is taken as it is, a list may go without brackets, the rest is YAML."""
     value: Any = text
     if len(text) > _MAX_TEXT:
@@ -266,35 +177,3 @@ def _put_text(layer: _Layer, option: Option, text: str, origin: Origin) -> None:
         if option.is_list and isinstance(value, str):
             value = [part.strip() for part in value.split(",")]
     layer.put(option, value, origin)
-
-
-# ------------------------------------------------------------------------------------------------ combining them
-def _merge(layers: Iterable[_Layer]) -> tuple[dict[str, dict[str, Any]], dict[str, Origin]]:
-    """Weakest source first; of options that exclude each other, the strongest source's choice is what stays."""
-    merged: dict[str, dict[str, Any]] = {}
-    origins: dict[str, Origin] = {}
-    for layer in layers:
-        for section, options in layer.options.items():
-            into, rivals = merged.setdefault(section, {}), ONE_OF.get(section, ())
-            given = options if isinstance(options, Mapping) else {}
-            if any(given.get(name) is not None for name in rivals):
-                for name in rivals:
-                    into.pop(name, None)
-                    origins.pop(f"{section}.{name}", None)
-            for name, value in given.items():
-                into[name] = value
-                origins[f"{section}.{name}"] = layer.origins[f"{section}.{name}"]
-    return merged, origins
-
-
-def _joint_problems(options: Mapping[str, Any], origins: Mapping[str, Origin]) -> list[Problem]:
-    """What is wrong only since several sources meet; names the others that are involved."""
-    found = []
-    for problem in sound_options(options)[1]:
-        others = [
-            f" {path} comes from {origin}."
-            for path, origin in origins.items()
-            if path != problem.path and re.search(rf"\b{re.escape(path)}\b", problem.message)
-        ]
-        found.append(Problem(problem.path, problem.message + "".join(others), _place(problem.path, origins)))
-    return found

@@ -18,8 +18,8 @@ import numpy as np
 from trilane.arguments import apart_from, bad_id, check_hidden, check_ids, check_out, check_routing
 from trilane.arrays import HostView, like_input
 from trilane.config import Config
-from trilane.config_sources import EffectiveConfig, resolve_config
 from trilane.cpu_kernels.team import TeamClosed, TeamError, TeamForked
+from trilane.effective_config import EffectiveConfig, resolve_config
 from trilane.errors import (
     ArrayError,
     ArrayTypeError,

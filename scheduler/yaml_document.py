@@ -140,8 +140,11 @@ class _Reader:
         """The text of a name as written: ``on`` and ``1`` are names like any other here."""
         if isinstance(node, yaml.ScalarNode) and node.tag not in (_ALIAS, _TAGGED, f"{_PREFIX}merge"):
             return str(node.value)
-        what = shown(node.value) if isinstance(node, yaml.ScalarNode) else "a list or mapping"
-        self._note(node, path, f"has {what} where the name of an option must stand: write the name alone.")
+        what, remedy = "a list or mapping", "write the name alone"
+        if isinstance(node, yaml.ScalarNode):
+            what = shown(node.value)
+            remedy = "write out what it stands for" if node.tag != _TAGGED else "leave out the tag"
+        self._note(node, path, f"has {what} where the name of an option must stand: {remedy}.")
         return None
 
     def _note(self, node: yaml.Node, path: Location, sentence: str) -> Any:
@@ -173,10 +176,11 @@ def _remedy(error: yaml.MarkedYAMLError) -> str:
     """What most likely went wrong, from the parser's words."""
     remedies = (
         ("'\\t'", "indent with spaces, not tabs"),
-        ("mapping values are not allowed", "is a line break missing, or a line indented too far?"),
+        ("mapping values are not allowed", "look for a line without its colon, or indented too far"),
         ("expected <block end>", "indent the options of a section alike, one a line"),
         ("could not find expected ':'", "write a colon and a space after each name"),
         ("that cannot start any token", "put text with special characters in quotes"),
+        ("expected ',' or", "close the bracket, or put commas between"),
         ("<stream end>", "close the quote or bracket that is open"),
         ("end of stream", "close the quote or bracket that opens here"),
         ("another document", "remove what follows the second '---'"),

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from trilane import Config, ConfigError, config_reference, config_sources, load_config
+from trilane import Config, ConfigError, config_reference, effective_config, load_config
 from trilane.config_file import MAX_NBYTES
 from trilane.yaml_document import MAX_DEPTH
 
@@ -112,8 +112,8 @@ def test_a_file_of_comments_alone_is_the_default(tmp_path: Path) -> None:
         ("*other", "aliases are not taken"),
         ("!!python/object/apply:os.system [ls]", "tags are not taken"),
         ("!!int 3", "tags are not taken"),
-        ("{a: 1}", "must be a valid integer"),
-        ("'64'", "is '64', but must be a valid integer"),
+        ("{a: 1}", "must be a whole number"),
+        ("'64'", "is '64', but must be a whole number"),
         ("2020-01-01", "is '2020-01-01', but"),
         (".inf", "is inf, but"),
     ],
@@ -127,9 +127,9 @@ def test_values_that_are_unclear_or_wrong_say_what_to_write(problems_in: Any, va
     ("text", "place", "hint"),
     [
         ("cache:\n\tslots: 1", "2:1", "indent with spaces"),
-        ("cache: slots: 1", "1:13", "line break missing"),
+        ("cache: slots: 1", "1:13", "without its colon"),
         ("cache:\n  slots: 1\n pool: layer\n", "3:2", "indent the options"),
-        ("policy: {lanes: [cpu}", "1:21", "expected ',' or ']'"),
+        ("policy: {lanes: [cpu}", "1:21", "close the bracket"),
         ("cache: 'x", "1:8", "close the quote"),
         ("cache: [", "1:9", "close the quote or bracket"),
         ("a: 1\n---\nb: 2", "2:1", "second '---'"),
@@ -257,6 +257,6 @@ def test_the_largest_file_is_answered_within_seconds(problems_in: Any, line: str
 
 
 def test_examples_in_docstrings_run() -> None:
-    for module in (config_reference, config_sources):
+    for module in (config_reference, effective_config):
         result = doctest.testmod(module)
         assert result.attempted >= 2 and result.failed == 0
