@@ -68,6 +68,10 @@ def parse_file(value: str | os.PathLike[str]) -> Path:
     if not name.strip() or "\0" in name:
         raise ValueError("must be the name of a file: neither empty nor with a NUL character")
     try:
+        os.fsencode(name)
+    except UnicodeEncodeError:
+        raise ValueError("must be the name of a file: it has a character that no file's name can have") from None
+    try:
         return Path(name).expanduser()
     except RuntimeError:
         raise ValueError("must name a home folder that exists, or start with no '~'") from None

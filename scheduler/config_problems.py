@@ -146,6 +146,8 @@ def _sentence(model: Model, detail: Any, rule: str) -> str:
     if len(location) == 2 and _may_be_null(model, location):
         rule += " or null"
     hint = _hint(value, detail) if isinstance(value, str) else ""
+    if detail["type"] == "model_type" and isinstance(value, list) and any(isinstance(item, Mapping) for item in value):
+        hint = " Leave out the dashes."
     return f"is {shown(value)}, but {rule}{_meaning(model, location)}.{hint}"
 
 

@@ -122,6 +122,15 @@ class _KeyedCacheFile(caching.IndexDataCacheFile):
         overloads[key] = name
         self._save_index(overloads)
 
+    def _load_index(self) -> Any:
+        """The index, or an empty one where it cannot be read: cut off, or of a version with other modules."""
+        try:
+            return super()._load_index()
+        except OSError:
+            raise
+        except Exception:  # unpickling may raise anything; what is not found is compiled and written anew
+            return {}
+
 
 class _PackageCache(caching.FunctionCache):
     _impl_class = _PackageCacheImpl

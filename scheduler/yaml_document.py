@@ -56,13 +56,23 @@ def read_document(text: str, name: str, root: Location = (), numbered: bool = Tr
     """
     reader = _Reader(name, numbered)
     try:
-        node = yaml.SafeLoader.get_single_node(loader := _Loader(text))
-        loader.dispose()
+        node = _compose(text)
     except yaml.YAMLError as error:
         reader.note_syntax(error, text, root)
         return Document(None, {}, tuple(reader.problems))
     value = None if node is None else reader.read(node, root)
     return Document(None if value is _WRONG else value, reader.lines, tuple(reader.problems))
+
+
+def _compose(text: str) -> yaml.Node | None:
+    loader = _Loader(text)
+    try:
+        return loader.get_single_node()
+    except (ValueError, OverflowError):  # PyYAML does not check the numbers of "\\UFFFFFFFF" and of %YAML 1.999...
+        problem = "found an escape or a version with a number out of range"
+        raise yaml.MarkedYAMLError(problem=problem, problem_mark=loader.get_mark()) from None
+    finally:
+        loader.dispose()
 
 
 class _Loader(yaml.SafeLoader):

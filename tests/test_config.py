@@ -91,6 +91,8 @@ def test_the_source_is_named() -> None:
         ({"cache": {"slots": "5"}}, "cache.slots", "must be a whole number"),
         ({"cache": {"nbytes": "4G"}}, "cache.nbytes", "'4.5GiB'"),
         ({"cpu": {"threads": "many"}}, "cpu.threads", "must be a whole number or 'auto'"),
+        ({"cache": [{"slots": 3}]}, "cache", "Leave out the dashes."),
+        ({"record": {"path": "\ud800"}}, "record.path", "a character that no file's name can have"),
         ({"cache": "slots:3"}, "cache", "Write a space after the colon."),
         ({"cpu": {"threads": "8"}}, "cpu.threads", "Leave out the quotes."),
         ({"policy": {"force": "None"}}, "policy.force", "or null (send"),

@@ -133,6 +133,8 @@ def test_values_that_are_unclear_or_wrong_say_what_to_write(problems_in: Any, va
         ("cache: 'x", "1:8", "close the quote"),
         ("cache: [", "1:9", "close the quote or bracket"),
         ("a: 1\n---\nb: 2", "2:1", "second '---'"),
+        ('a: "\\UFFFFFFFF"', "1:7", "out of range"),
+        ("%YAML 1." + "9" * 5000, "1:9", "out of range"),
         ("a: 1\nb: \x07", "2:4", "0x7 is not allowed"),
         ("[" * 100_000, "", "more than 65536 bytes"),
         ("[" * 1000, f"1:{MAX_DEPTH + 1}", "nested more than 16 deep"),
@@ -211,8 +213,16 @@ def test_a_file_that_must_not_be_read_says_so(tmp_path: Path, monkeypatch: Any) 
 
 def mutated(text: bytes, rng: random.Random) -> bytes:
     """A file with a few bytes, words or lines changed, dropped, doubled or swapped."""
-    words = "*a|&a |!!|<<: |\t|yes|1e3|---\n|? |{|[|'|  |\n|: |#|>|%YAML 9.9\n|-|null|0x|é"
-    pieces = [*(word.encode() for word in words.split("|")), b"|", b"\xff", b"\0", b"9" * 400]
+    words = "*a|&a |!!|<<: |\t|yes|1e3|---\n|? |{|[|'|  |\n|: |#|>|%YAML 9.9\n|-|null|0x|é|!<%zz> |!x!y |%TAG ! x:\n"
+    words += '|\'\\UFFFFFFFF\'|"\\UFFFFFFFF"|"\\ud800"'
+    pieces = [
+        *(word.encode() for word in words.split("|")),
+        b"|",
+        b"\xff",
+        b"\0",
+        b"9" * 400,
+        b"%YAML 1." + b"9" * 5000 + b"\n---\n",
+    ]
     lines = text.splitlines(keepends=True)
     for _ in range(rng.randint(1, 6)):
         where, kind = rng.randrange(len(lines)), rng.randrange(6)
