@@ -1,0 +1,49 @@
+// What needs machine instructions by name: memory order, half precision. The only file with inline PTX.
+// Outside of CUDA's compiler the same names come from whoever includes these files (the tests' C++ shim).
+#pragma once
+#ifdef __CUDACC__
+typedef signed char i8;
+typedef unsigned char u8;
+typedef short i16;
+typedef unsigned short u16;
+typedef unsigned u32;
+typedef long long i64;
+typedef unsigned long long u64;
+
+#define DEV static __device__ __forceinline__
+#define DYNAMIC_SHARED(name) extern __shared__ __align__(16) u8 name[]
+
+DEV float half_to_float(u16 bits) {
+  float value;
+  asm("cvt.f32.f16 %0, %1;" : "=f"(value) : "h"(bits));
+  return value;
+}
+
+DEV u16 float_to_half(float value) {  // rounded to nearest even
+  u16 bits;
+  asm("cvt.rn.f16.f32 %0, %1;" : "=h"(bits) : "f"(value));
+  return bits;
+}
+
+DEV u32 load_acquire_gpu(const u32* word) {
+  u32 value;
+  asm volatile("ld.acquire.gpu.global.u32 %0, [%1];" : "=r"(value) : "l"(word) : "memory");
+  return value;
+}
+
+DEV u32 load_acquire_system(const u32* word) {
+  u32 value;
+  asm volatile("ld.acquire.sys.global.u32 %0, [%1];" : "=r"(value) : "l"(word) : "memory");
+  return value;
+}
+
+DEV void store_release_gpu(u32* word, u32 value) {
+  asm volatile("st.release.gpu.global.u32 [%0], %1;" ::"l"(word), "r"(value) : "memory");
+}
+
+DEV void store_release_system(u32* word, u32 value) {
+  asm volatile("st.release.sys.global.u32 [%0], %1;" ::"l"(word), "r"(value) : "memory");
+}
+
+DEV void rest() { __nanosleep(20); }  // between two looks at a word
+#endif

@@ -1,0 +1,238 @@
+// publish: hidden rows to activation records, ids to groups, groups to hits and misses; with misses the mailbox.
+//
+// Grid: one block a row, 512 threads. Warp 0 of block 0 groups and looks up while the others make records, so a single
+// row costs the longer of the two. The block that arrives last closes the step (and writes the mailbox's rows).
+// Reads 4 * hidden bytes a row and the slot table's entries; writes 320 or 1024 bytes per 256 elements.
+#include "combine.cuh"
+#include "updates.cuh"
+
+// ------------------------------------------------------------------------------------------------ rows
+DEV void load8(const Step& step, const u8* x, int first, int hidden, float v[8]) {
+  int nbytes = step.x_element == ELEMENT_F32 ? 4 : 2;
+  const u8* at = x + (i64)first * nbytes;
+  bool vectors = first + 8 <= hidden && ((u64)at & 15) == 0;
+  if (vectors && step.x_element == ELEMENT_F32) {
+    float4 a = ((const float4*)at)[0], b = ((const float4*)at)[1];
+    v[0] = a.x, v[1] = a.y, v[2] = a.z, v[3] = a.w, v[4] = b.x, v[5] = b.y, v[6] = b.z, v[7] = b.w;
+    return;
+  }
+  for (int i = 0; i < 8; i++) v[i] = first + i < hidden ? load_element(x, step.x_element, first + i) : 0.0f;
+}
+
+// Records of one block of a row, by one warp; whether an element is not finite.
+DEV bool publish_block(const Layer& layer, const Step& step, int row, int block, int lane) {
+  int nb = (layer.hidden + BLOCK - 1) / BLOCK;
+  float v[8];
+  load8(step, (const u8*)step.x + row * step.x_stride, block * BLOCK + 8 * lane, layer.hidden, v);
+  bool bad = false;
+  for (int i = 0; i < 8; i++) bad |= (__float_as_uint(v[i]) & 0x7fffffffu) >= INFINITY_BITS;
+  if (step.floats) {
+    float4* out = (float4*)(step.floats + ((i64)row * nb + block) * BLOCK + 8 * lane);
+    out[0] = make_float4(v[0], v[1], v[2], v[3]);
+    out[1] = make_float4(v[4], v[5], v[6], v[7]);
+  }
+  if (step.records) write_record(v, step.records + ((i64)row * nb + block) * RECORD, lane);
+  return bad;
+}
+
+// -------------------------------------------------------------------------------------------- grouping
+struct Grouping {  // in shared memory, num_experts each
+  int *rows, *next, *expert;
+  u64* missing;  // by group: a bit for each missing shard
+};
+
+DEV Grouping shared_grouping(u8* shared, int num_experts) {
+  u64* missing = (u64*)shared;
+  int* rows = (int*)(missing + num_experts);
+  return {rows, rows + num_experts, rows + 2 * num_experts, missing};
+}
+
+// The expert of an entry, -1 if it is skipped; ids that do not exist are skipped and reported.
+DEV int expert_of(const Layer& layer, const Step& step, int entry, u32 clock) {
+  i64 id = id_of(step, entry);
+  if (id >= 0 && id < layer.num_experts) return (int)id;
+  if (id != -1 && id != layer.num_experts && step.error) *(volatile u32*)(step.error + ERROR_BAD_ID) = clock;
+  return -1;
+}
+
+DEV void count_rows(const Layer& layer, const Step& step, const Grouping& g, u32 clock, int lane) {
+  int n = step.num_rows * step.top_k;
+  for (int e = lane; e < layer.num_experts; e += 32) g.rows[e] = 0;
+  __syncwarp();
+  for (int base = 0; base < n; base += 32) {
+    int e = base + lane < n ? expert_of(layer, step, base + lane, clock) : -1;
+    u32 peers = __match_any_sync(FULL, e);
+    if (e >= 0 && lane == __ffs(peers) - 1) g.rows[e] += __popc(peers);
+    __syncwarp();
+  }
+}
+
+DEV int sum_below(int value, int lane) {  // of the lanes before this one
+  int sum = value;
+  for (int step = 1; step < 32; step *= 2) {
+    int other = __shfl_up_sync(FULL, sum, step);
+    if (lane >= step) sum += other;
+  }
+  return sum - value;
+}
+
+// Groups in the order of their experts; each expert's first position into `next`. The number of groups.
+DEV int list_groups(const Layer& layer, const Step& step, const Grouping& g, int lane) {
+  int n = step.num_rows * step.top_k, share = (layer.num_experts + 31) / 32;
+  int first = min(lane * share, layer.num_experts), last = min(first + share, layer.num_experts);
+  int rows = 0, groups = 0;
+  for (int e = first; e < last; e++) rows += g.rows[e], groups += g.rows[e] > 0;
+  int position = sum_below(rows, lane), group = sum_below(groups, lane);
+  int num_groups = __shfl_sync(FULL, group + groups, 31);
+  for (int e = first; e < last; e++) {
+    g.next[e] = position;
+    if (g.rows[e] == 0) continue;
+    g.expert[group] = e;
+    g.missing[group] = 0;
+    step.groups[group] = e;
+    step.groups[n + group] = position;
+    step.groups[2 * n + group] = g.rows[e];
+    position += g.rows[e], group++;
+  }
+  __syncwarp();
+  return num_groups;
+}
+
+DEV void place_entries(const Layer& layer, const Step& step, const Grouping& g, u32 clock, int lane) {
+  int n = step.num_rows * step.top_k;
+  for (int base = 0; base < n; base += 32) {
+    int entry = base + lane, e = entry < n ? expert_of(layer, step, entry, clock) : -1;
+    u32 peers = __match_any_sync(FULL, e);
+    int position = e < 0 ? -1 : g.next[e] + __popc(peers & ((1u << lane) - 1u));
+    __syncwarp();
+    if (e >= 0 && lane == __ffs(peers) - 1) g.next[e] += __popc(peers);
+    __syncwarp();
+    if (entry < n) step.position_of[entry] = position;
+    if (position >= 0) step.token_of[position] = entry / step.top_k;
+  }
+}
+
+// --------------------------------------------------------------------------------------------- look-up
+DEV void write_hit(const Layer& layer, const Step& step, int index, int slot, int shard, int first, int rows) {
+  Item* item = (Item*)(step.hits + 1) + index;
+  item->weights = (const u8*)(layer.slots + slot * layer.slot_nbytes);
+  item->fill = nullptr;
+  item->flag = nullptr;
+  item->shard = shard;
+  item->first_position = first;
+  item->num_rows = rows;
+  item->staged = 0;
+}
+
+// Every shard of every group: a hit becomes an item, a miss a bit. The number of missing shards.
+DEV int look_up(const Layer& layer, const Step& step, const Grouping& g, int num_groups, u32 clock, int lane) {
+  int total = num_groups * layer.num_shards, hits = 0;
+  for (int base = 0; base < total; base += 32) {
+    int at = base + lane, group = at / layer.num_shards, shard = at - group * layer.num_shards;
+    bool real = at < total;
+    int expert = real ? g.expert[group] : 0;
+    int slot = real ? layer.slot_of[expert * layer.num_shards + shard] : -1;
+    u32 found = __ballot_sync(FULL, slot >= 0);
+    if (real) {
+      int rows = g.rows[expert], first = g.next[expert] - rows;
+      if (slot >= 0)
+        write_hit(layer, step, hits + __popc(found & ((1u << lane) - 1u)), slot, shard, first, rows);
+      else
+        atomicOr(&g.missing[group], 1ull << shard);
+      for (int row = first; row < first + rows; row++) step.lane[row * layer.num_shards + shard] = slot >= 0;
+      if (shard == 0 && layer.stamps) layer.stamps[expert] = clock;
+    }
+    hits += __popc(found);
+  }
+  if (lane == 0) step.hits->count = hits, step.hits->sequence = clock;
+  return total - hits;
+}
+
+// --------------------------------------------------------------------------------------------- mailbox
+// All threads of block 0: what the host needs to plan. The rows follow when all blocks have made theirs.
+DEV void write_mail(const Layer& layer, const Step& step, const Grouping& g, int num_groups, int missing, u32 clock) {
+  int n = step.num_rows * step.top_k;
+  u32 sequence = step.state->sequence + 1;
+  if (threadIdx.x == 0) *(volatile u32*)&step.mail->begin = sequence;
+  __threadfence_system();
+  __syncthreads();
+  if (threadIdx.x == 0) {
+    Mailbox* mail = step.mail;
+    mail->layer = layer.layer, mail->num_rows = step.num_rows, mail->top_k = step.top_k;
+    mail->num_groups = num_groups, mail->num_missing = missing, mail->clock = clock;
+    step.state->sequence = sequence;
+  }
+  for (int i = threadIdx.x; i < num_groups; i += blockDim.x) {
+    for (int field = 0; field < 3; field++) step.mail_groups[field * n + i] = step.groups[field * n + i];
+    step.mail_missing[i] = g.missing[i];
+  }
+  for (int i = threadIdx.x; i < n; i += blockDim.x) {
+    step.mail_tokens[i] = step.token_of[i];
+    step.mail_weights[i] = step.weights[i];
+  }
+}
+
+DEV void copy_words(uint4* to, const uint4* from, i64 count) {
+  for (i64 i = threadIdx.x; i < count; i += blockDim.x) to[i] = __ldcg(from + i);
+}
+
+// All threads of the last block: the rows, then the word that says that all is there.
+DEV void close_mail(const Layer& layer, const Step& step) {
+  i64 blocks = (i64)step.num_rows * ((layer.hidden + BLOCK - 1) / BLOCK);
+  if (step.records) copy_words((uint4*)step.mail_records, (const uint4*)step.records, blocks * (RECORD / 16));
+  if (step.floats) copy_words((uint4*)step.mail_floats, (const uint4*)step.floats, blocks * (BLOCK / 4));
+  for (int i = threadIdx.x; i < step.num_rows; i += blockDim.x) step.mail_bad[i] = __ldcg(step.row_bad + i);
+  __threadfence_system();
+  __syncthreads();
+  if (threadIdx.x == 0) store_release_system(&step.mail->end, *(volatile u32*)&step.state->sequence);
+}
+
+// A pending list that the stream has not seen: applied after this step's look-ups, then acknowledged.
+DEV void take_pending(const Step& step, u32 pending) {
+  if (pending == step.state->applied) return;
+  apply_updates(step.table, step.pending);
+  __threadfence();
+  __syncthreads();
+  if (threadIdx.x != 0) return;
+  step.state->applied = pending;
+  store_release_system(step.acknowledged, pending);
+}
+
+extern "C" __global__ void __launch_bounds__(512) publish(const __grid_constant__ Layer layer, const __grid_constant__ Step step) {
+  DYNAMIC_SHARED(shared);
+  __shared__ int num_groups, missing, bad;
+  __shared__ u32 pending, arrived;
+  Grouping g = shared_grouping(shared, layer.num_experts);
+  int row = blockIdx.x, warp = threadIdx.x / 32, lane = threadIdx.x % 32, num_warps = blockDim.x / 32;
+  u32 clock = step.state->clock + 1;
+  bool first = row == 0, sees_pending = first && step.pending;
+  if (threadIdx.x == 0) bad = 0;
+  __syncthreads();
+  if (sees_pending && threadIdx.x == 32) pending = load_acquire_system(&step.pending->sequence);
+  if (first && warp == 0) {
+    count_rows(layer, step, g, clock, lane);
+    int groups = list_groups(layer, step, g, lane);
+    place_entries(layer, step, g, clock, lane);
+    int misses = look_up(layer, step, g, groups, clock, lane);
+    if (lane == 0) num_groups = groups, missing = misses;
+  } else {
+    int helpers = first ? num_warps - 1 : num_warps, nb = (layer.hidden + BLOCK - 1) / BLOCK;
+    for (int block = first ? warp - 1 : warp; block < nb; block += helpers)
+      if (publish_block(layer, step, row, block, lane)) bad = 1;
+  }
+  __syncthreads();
+  if (threadIdx.x == 0) step.row_bad[row] = bad;
+  if (first) {
+    if (missing) write_mail(layer, step, g, num_groups, missing, clock);
+    if (threadIdx.x == 0) step.state->missing = missing, step.state->num_groups = num_groups;
+    if (sees_pending) take_pending(step, pending);
+  }
+  __threadfence();
+  __syncthreads();
+  if (threadIdx.x == 0) arrived = atomicAdd(&step.state->arrived, 1u);
+  __syncthreads();
+  if (arrived != gridDim.x - 1) return;
+  __threadfence();
+  if (*(volatile u32*)&step.state->missing) close_mail(layer, step);
+  if (threadIdx.x == 0) step.state->arrived = 0, step.state->clock = clock;
+}

@@ -1,0 +1,23 @@
+// Waiting inside a kernel, and saying that a step failed. No wait outlives the abort word.
+#pragma once
+#include "exact.cuh"
+#include "words.cuh"
+
+DEV void fail(const Step& step, u32 clock, int error) {
+  step.state->failed = clock;
+  if (step.error) *(volatile u32*)(step.error + error) = clock;
+}
+
+// One thread: until a word that another device or the host writes equals a value. False: aborted.
+DEV bool wait_for(const Step& step, const u32* word, u32 value) {
+  for (u32 looks = 1; load_acquire_system(word) != value; looks++) {
+    if ((looks & 63u) == 0 && step.abort && load_acquire_system(step.abort)) return false;
+    rest();
+  }
+  return true;
+}
+
+// The same for a word that a thread block of this launch writes; it always will.
+DEV void wait_for_block(const u32* word, u32 value) {
+  while (load_acquire_gpu(word) != value) rest();
+}

@@ -1,0 +1,185 @@
+"""The structs that the host and the kernels share, said once: NumPy types here, C structs for the ``.cu`` files.
+
+One table of C declarations makes both, so a field cannot be in two places. ``docs/cuda.md`` says what each
+field means and who writes it. The file knows names, offsets and a layer's layout; it launches nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from trilane.cpu_kernels import layout as lay
+from trilane.cpu_kernels.formats import BLOCK
+from trilane.cpu_kernels.layout import ExpertLayout
+
+UP_CHUNK = 16  # neurons of a shard whose gate and up rows one thread block multiplies
+DOWN_CHUNK = 128  # output columns of a shard that one thread block makes
+FUSED_ROWS = 4  # without misses, up to so many rows are combined by the kernel that made the last part
+RECORD_NBYTES = 320
+F32_BLOCK_NBYTES = 4 * BLOCK
+ERRORS = ("bad_id", "stale_plan", "aborted")  # words of Step.error; a word is the clock of the last such step
+HIDDEN_F32, HIDDEN_F16, HIDDEN_BF16 = range(3)
+
+_NUMPY = {"int": "i4", "u32": "u4", "float": "f4", "i64": "i8", "u64": "u8"}
+_STRUCTS: Mapping[str, tuple[tuple[str, str], ...]] = {
+    "ShardPlace": (  # the columns of layout.py's descriptor, and where what follows the matrices starts
+        ("int", "nbytes"), ("int", "neurons"), ("int", "gate_main"), ("int", "gate_side"), ("int", "up_main"),
+        ("int", "up_side"), ("int", "down_main"), ("int", "down_side"), ("int", "gate_bias"), ("int", "up_bias"),
+        ("int", "down_stride"), ("int", "down_side_stride"), ("int", "tail"), ("int", "unused"),
+    ),
+    "Layer": (
+        ("const int*", "slot_of"), ("u64", "slots"), ("i64", "slot_nbytes"), ("const float*", "down_bias"),
+        ("u32*", "stamps"), ("int", "layer"), ("int", "hidden"), ("int", "num_shards"), ("int", "num_experts"),
+        ("int", "gate_kind"), ("float", "alpha"), ("float", "limit"), ("int", "gate_stride"),
+        ("int", "gate_side_stride"), ("int", "up_stride"), ("int", "up_side_stride"), ("int", "unused"),
+        ("ShardPlace[2]", "place"),
+    ),
+    "Item": (
+        ("const u8*", "weights"), ("u8*", "fill"), ("const u32*", "flag"), ("u32", "flag_value"), ("int", "shard"),
+        ("int", "first_position"), ("int", "num_rows"), ("int", "staged"), ("int[5]", "unused"),
+    ),
+    "WorkList": (("u32", "sequence"), ("int", "count"), ("int[14]", "unused")),
+    "Update": (("int", "entry"), ("int", "slot")),
+    "Updates": (("u32", "sequence"), ("int", "count"), ("int[14]", "unused")),
+    "State": (
+        ("u32", "clock"), ("u32", "sequence"), ("u32", "missing"), ("u32", "num_groups"), ("u32", "failed"),
+        ("u32", "applied"), ("u32", "arrived"), ("u32[9]", "unused"),
+    ),
+    "Mailbox": (
+        ("u32", "begin"), ("u32", "layer"), ("u32", "num_rows"), ("u32", "top_k"), ("u32", "num_groups"),
+        ("u32", "num_missing"), ("u32", "clock"), ("u32[8]", "unused"), ("u32", "end"),
+    ),
+    "Progress": (("u32*", "done"), ("u32*", "ready"), ("u32*", "columns")),
+    "Step": (
+        ("const void*", "x"), ("i64", "x_stride"), ("const void*", "ids"), ("const float*", "weights"),
+        ("void*", "out"), ("i64", "out_stride"), ("u8*", "records"), ("float*", "floats"), ("int*", "row_bad"),
+        ("int*", "groups"), ("int*", "token_of"), ("int*", "position_of"), ("WorkList*", "hits"), ("int*", "lane"),
+        ("float*", "h"), ("u8*", "h_records"), ("int*", "h_bad"), ("float*", "parts"), ("const float*", "cpu_parts"),
+        ("State*", "state"), ("int*", "table"), ("const Updates*", "pending"), ("u32*", "acknowledged"),
+        ("Mailbox*", "mail"), ("int*", "mail_groups"), ("u64*", "mail_missing"), ("int*", "mail_tokens"),
+        ("float*", "mail_weights"), ("u8*", "mail_records"), ("float*", "mail_floats"), ("int*", "mail_bad"),
+        ("const u32*", "cpu_flag"), ("const u32*", "abort"), ("u32*", "error"), ("int", "x_element"),
+        ("int", "id_nbytes"), ("int", "out_element"), ("int", "num_rows"), ("int", "top_k"), ("int", "unused"),
+    ),
+}  # fmt: skip
+
+
+def _field_type(declared: str, known: Mapping[str, np.dtype[Any]]) -> Any:
+    """The NumPy type of a C declaration; pointers are addresses."""
+    base, bracket, count = declared.partition("[")
+    if base.endswith("*"):
+        return "u8"
+    kind = known[base] if base in known else np.dtype(_NUMPY[base])
+    return (kind, (int(count.rstrip("]")),)) if bracket else kind
+
+
+def _make_types() -> Mapping[str, np.dtype[Any]]:
+    known: dict[str, np.dtype[Any]] = {}
+    for name, fields in _STRUCTS.items():
+        known[name] = np.dtype([(field, _field_type(declared, known)) for declared, field in fields], align=True)
+    return MappingProxyType(known)
+
+
+TYPES: Mapping[str, np.dtype[Any]] = _make_types()
+ITEM_NBYTES = TYPES["Item"].itemsize
+HEADER_NBYTES = TYPES["WorkList"].itemsize
+
+
+def _c_field(declared: str, name: str) -> str:
+    base, bracket, count = declared.partition("[")
+    return f"{base} {name}{bracket}{count};"
+
+
+def c_header() -> str:
+    """The text of ``words.cuh``: the structs, their sizes as checks, and the constants that both sides use."""
+    lines = ["#pragma once"]
+    for name, value in (("UP_CHUNK", UP_CHUNK), ("DOWN_CHUNK", DOWN_CHUNK), ("FUSED_ROWS", FUSED_ROWS)):
+        lines.append(f"constexpr int {name} = {value};")
+    lines.append("enum ErrorWord { " + ", ".join(f"ERROR_{name.upper()}" for name in ERRORS) + " };")
+    for name, fields in _STRUCTS.items():
+        body = " ".join(_c_field(declared, field) for declared, field in fields)
+        lines.append(f"struct {name} {{ {body} }};")
+        lines.append(f'static_assert(sizeof({name}) == {TYPES[name].itemsize}, "{name}");')
+    return "\n".join(lines) + "\n"
+
+
+def shard_place(layout: ExpertLayout, shard: int) -> NDArray[np.void]:
+    """A ShardPlace of one shard; offsets of absent parts are -1."""
+    row = layout.descriptor[shard]
+    place = np.zeros((), TYPES["ShardPlace"])
+    columns = {
+        "nbytes": lay.NBYTES, "neurons": lay.NEURONS, "gate_main": lay.GATE_MAIN, "gate_side": lay.GATE_SIDE,
+        "up_main": lay.UP_MAIN, "up_side": lay.UP_SIDE, "down_main": lay.DOWN_MAIN, "down_side": lay.DOWN_SIDE,
+        "gate_bias": lay.GATE_BIAS, "up_bias": lay.UP_BIAS, "down_stride": lay.DOWN_STRIDE,
+        "down_side_stride": lay.DOWN_SIDE_STRIDE,
+    }  # fmt: skip
+    for name, column in columns.items():
+        place[name] = row[column]
+    end = place["down_main"] + layout.hidden * place["down_stride"]
+    if place["down_side"] >= 0:
+        end = place["down_side"] + layout.hidden * place["down_side_stride"]
+    place["tail"] = -(-int(end) // lay.PLANE_ALIGNMENT) * lay.PLANE_ALIGNMENT
+    return place
+
+
+def layer_words(
+    layout: ExpertLayout,
+    *,
+    layer: int,
+    num_experts: int,
+    gate_kind: int,
+    alpha: float = 1.0,
+    limit: float = float("inf"),
+    slot_of: int = 0,
+    slots: int = 0,
+    slot_nbytes: int = 0,
+    down_bias: int = 0,
+    stamps: int = 0,
+) -> NDArray[np.void]:
+    """The Layer struct (0-d array) of a layer whose experts have this layout; addresses as in docs/cuda.md."""
+    words = np.zeros((), TYPES["Layer"])
+    given = {
+        "layer": layer, "num_experts": num_experts, "gate_kind": gate_kind, "alpha": alpha, "limit": limit,
+        "slot_of": slot_of, "slots": slots, "slot_nbytes": slot_nbytes, "down_bias": down_bias, "stamps": stamps,
+        "hidden": layout.hidden, "num_shards": layout.num_shards,
+    }  # fmt: skip
+    for name, value in given.items():
+        words[name] = value
+    words["gate_stride"], words["gate_side_stride"] = layout.gate_strides()
+    words["up_stride"], words["up_side_stride"] = layout.up_strides()
+    words["place"][0] = shard_place(layout, 0)
+    words["place"][1] = shard_place(layout, layout.num_shards - 1)
+    return words
+
+
+def up_chunks(layout: ExpertLayout) -> int:
+    """Thread blocks of the gate and up rows of the largest shard."""
+    return -(-layout.shard_neurons(0) // UP_CHUNK)
+
+
+def down_chunks(hidden: int) -> int:
+    """Thread blocks of the down rows of a shard."""
+    return -(-hidden // DOWN_CHUNK)
+
+
+def list_nbytes(max_items: int) -> int:
+    """Bytes of a WorkList with room for that many items."""
+    return HEADER_NBYTES + max_items * ITEM_NBYTES
+
+
+def progress_words(address: int, max_items: int) -> NDArray[np.void]:
+    """The Progress struct of counters at ``address``; the memory must be zeros before its first use."""
+    words = np.zeros((), TYPES["Progress"])
+    words["done"], words["ready"] = address, address + 4 * max_items
+    words["columns"] = address + 8 * max_items
+    return words
+
+
+def progress_nbytes(max_items: int, hidden: int) -> int:
+    """Bytes of the counters of a list of up to ``max_items`` items."""
+    return 8 * max_items + 4 * down_chunks(hidden)

@@ -1,0 +1,255 @@
+// CUDA on a processor, for tests: enough of the language that the product's .cu files compile as C++ and run with
+// the bits of a GPU. Thread blocks run one after another in the order of their index; the threads of a block are
+// fibers, switched at barriers and warp operations only. A block in which nothing can move any more is an error,
+// not a hang. Only full warps and full masks: whatever else a kernel does is refused.
+#pragma once
+#include <math.h>
+#include <setjmp.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <ucontext.h>
+
+typedef signed char i8;
+typedef unsigned char u8;
+typedef short i16;
+typedef unsigned short u16;
+typedef unsigned u32;
+typedef long long i64;
+typedef unsigned long long u64;
+
+#define __device__
+#define __global__
+#define __forceinline__ inline
+#define __noinline__
+#define __shared__ static
+#define __launch_bounds__(...)
+#define __grid_constant__
+#define DEV static inline
+#define DYNAMIC_SHARED(name) u8* name = shim::dynamic_shared
+
+struct alignas(8) uint2 { u32 x, y; };
+struct alignas(16) uint4 { u32 x, y, z, w; };
+struct alignas(16) float4 { float x, y, z, w; };
+static inline uint2 make_uint2(u32 x, u32 y) { return {x, y}; }
+static inline float4 make_float4(float x, float y, float z, float w) { return {x, y, z, w}; }
+
+namespace shim {
+struct Index { u32 x, y, z; };
+constexpr int MAX_THREADS = 1024, STACK = 128 << 10, SHARED = 256 << 10, PATIENCE = 64;
+enum Wait { NOTHING, FOR_WARP, FOR_BLOCK, FOR_OTHERS, FINISHED };
+
+struct Fiber {
+  jmp_buf state;
+  char* stack;
+  Index index;
+  Wait wait;
+  u64 operations, generation;
+};
+
+struct Warp { u64 values[2][32], arrived; };
+
+static Fiber fibers[MAX_THREADS];
+static Warp warps[MAX_THREADS / 32];
+static Fiber* self;
+static jmp_buf scheduler;
+static Index block_index, block_dim, grid_dim;
+static u64 generation, moves;
+static int num_threads, at_barrier, finished;
+static void (*body)(const void*);
+static const void* argument;
+alignas(256) static u8 dynamic_shared[SHARED];
+
+static inline void yield(Wait wait) {
+  self->wait = wait;
+  if (!_setjmp(self->state)) _longjmp(scheduler, 1);
+}
+
+static void open_barrier_if_full() {
+  if (at_barrier + finished < num_threads || at_barrier == 0) return;
+  at_barrier = 0;
+  generation++;
+}
+
+static void block_barrier() {
+  self->generation = generation;
+  at_barrier++, moves++;
+  open_barrier_if_full();
+  while (self->generation == generation) yield(FOR_BLOCK);
+}
+
+// Every lane's value, once all 32 have come. Two buffers are enough: nobody is two operations ahead.
+static u64* exchange(u32 mask, u64 value) {
+  if (mask != 0xffffffffu) { fprintf(stderr, "shim: a partial warp mask\n"); abort(); }
+  Warp& warp = warps[self->index.x / 32];
+  u64 operation = self->operations++;
+  u64* values = warp.values[operation & 1];
+  values[self->index.x % 32] = value;
+  warp.arrived++, moves++;
+  while (warp.arrived < 32 * (operation + 1)) yield(FOR_WARP);
+  return values;
+}
+
+static inline bool can_run(const Fiber& fiber) {
+  if (fiber.wait == FOR_WARP) return warps[fiber.index.x / 32].arrived >= 32 * fiber.operations;
+  if (fiber.wait == FOR_BLOCK) return fiber.generation != generation;
+  return fiber.wait != FINISHED;
+}
+
+static void fiber_main() {
+  for (;;) {
+    body(argument);
+    finished++, moves++;
+    open_barrier_if_full();
+    yield(FINISHED);
+  }
+}
+
+static void resume(Fiber& fiber) {
+  self = &fiber;
+  if (_setjmp(scheduler)) return;
+  if (fiber.stack) _longjmp(fiber.state, 1);
+  static ucontext_t context, back;
+  getcontext(&context);
+  fiber.stack = (char*)malloc(STACK);
+  context.uc_stack.ss_sp = fiber.stack;
+  context.uc_stack.ss_size = STACK;
+  context.uc_link = nullptr;
+  makecontext(&context, fiber_main, 0);
+  swapcontext(&back, &context);
+}
+
+static bool run_block() {
+  generation = 0, at_barrier = finished = 0;
+  memset(dynamic_shared, 0xff, 4096);
+  for (int i = 0; i < num_threads; i++) {
+    Fiber& fiber = fibers[i];
+    fiber.index = {(u32)i, 0, 0}, fiber.wait = NOTHING, fiber.operations = 0;
+    warps[i / 32].arrived = 0;
+  }
+  for (int idle = 0; finished < num_threads;) {
+    u64 before = moves;
+    for (int first = 0; first < num_threads; first += 32) {
+      u64 seen;
+      do {
+        seen = moves;
+        for (int i = first; i < first + 32; i++)
+          if (can_run(fibers[i])) resume(fibers[i]);
+      } while (moves != seen);
+    }
+    idle = moves == before ? idle + 1 : 0;
+    if (idle > PATIENCE) return false;
+  }
+  return true;
+}
+
+// All blocks of a grid; the linear index of the block that got stuck plus one, or 0.
+template <class F> static int launch(u32 grid_x, u32 grid_y, u32 threads, const F& kernel) {
+  if (threads % 32 || threads > MAX_THREADS) return -1;
+  body = [](const void* f) { (*(const F*)f)(); };
+  argument = &kernel;
+  num_threads = (int)threads;
+  block_dim = {threads, 1, 1}, grid_dim = {grid_x, grid_y, 1};
+  for (u32 y = 0; y < grid_y; y++)
+    for (u32 x = 0; x < grid_x; x++) {
+      block_index = {x, y, 0};
+      if (run_block()) continue;
+      for (auto& fiber : fibers) free(fiber.stack), fiber.stack = nullptr;
+      return (int)(y * grid_x + x + 1);
+    }
+  return 0;
+}
+}  // namespace shim
+
+#define threadIdx (shim::self->index)
+#define blockIdx (shim::block_index)
+#define blockDim (shim::block_dim)
+#define gridDim (shim::grid_dim)
+
+// ------------------------------------------------------------------------------------------ arithmetic
+template <class To, class From> static inline To same_bits(From from) {
+  static_assert(sizeof(To) <= sizeof(u64) && sizeof(From) <= sizeof(u64), "");
+  To to{};
+  memcpy(&to, &from, sizeof(To) < sizeof(From) ? sizeof(To) : sizeof(From));
+  return to;
+}
+static inline float __uint_as_float(u32 bits) { return same_bits<float>(bits); }
+static inline u32 __float_as_uint(float value) { return same_bits<u32>(value); }
+static inline float __fmaf_rn(float a, float b, float c) { return __builtin_fmaf(a, b, c); }
+static inline int __popc(u32 x) { return __builtin_popcount(x); }
+static inline int __ffs(u32 x) { return __builtin_ffs((int)x); }
+template <class T> static inline T min(T a, T b) { return b < a ? b : a; }
+template <class T> static inline T max(T a, T b) { return a < b ? b : a; }
+
+static inline int __dp4a(int a, int b, int sum) {
+  for (int i = 0; i < 4; i++) sum += (int)(i8)((u32)a >> (8 * i)) * (int)(i8)((u32)b >> (8 * i));
+  return sum;
+}
+
+static inline u32 __byte_perm(u32 low, u32 high, u32 selector) {
+  u64 bytes = ((u64)high << 32) | low;
+  u32 out = 0;
+  for (int i = 0; i < 4; i++) {
+    u32 pick = (selector >> (4 * i)) & 15;
+    u8 byte = (u8)(bytes >> (8 * (pick & 7)));
+    if (pick & 8) byte = byte & 0x80 ? 0xff : 0;
+    out |= (u32)byte << (8 * i);
+  }
+  return out;
+}
+
+static inline float half_to_float(u16 bits) {
+  u32 sign = (u32)(bits & 0x8000) << 16, exponent = (bits >> 10) & 31, mantissa = bits & 0x3ff;
+  if (exponent == 31) return __uint_as_float(sign | 0x7f800000u | mantissa << 13);
+  if (exponent == 0) return __uint_as_float(sign | __float_as_uint((float)mantissa * 0x1p-24f));
+  return __uint_as_float(sign | (exponent + 112) << 23 | mantissa << 13);
+}
+
+static inline u16 float_to_half(float value) {  // rounded to nearest even; no NaN comes here
+  u32 bits = __float_as_uint(value), magnitude = bits & 0x7fffffffu;
+  u16 sign = (u16)((bits >> 16) & 0x8000);
+  if (magnitude >= 0x477ff000u) return sign | 0x7c00;
+  if (magnitude < 0x38800000u) return sign | (u16)(__float_as_uint(__uint_as_float(magnitude) + 0.5f) - 0x3f000000u);
+  return sign | (u16)((magnitude - 0x38000000u + 0xfff + ((magnitude >> 13) & 1)) >> 13);
+}
+
+// ------------------------------------------------------------------------------- memory, threads, warps
+template <class T> static inline T __ldcs(const T* at) { return *at; }
+template <class T> static inline T __ldcg(const T* at) { return *at; }
+static inline u32 load_acquire_gpu(const u32* word) { return *(const volatile u32*)word; }
+static inline u32 load_acquire_system(const u32* word) { return *(const volatile u32*)word; }
+static inline void store_release_gpu(u32* word, u32 value) { *(volatile u32*)word = value; }
+static inline void store_release_system(u32* word, u32 value) { *(volatile u32*)word = value; }
+static inline void __threadfence() {}
+static inline void __threadfence_system() {}
+static inline void rest() { shim::yield(shim::FOR_OTHERS); }
+static inline u32 atomicAdd(u32* at, u32 value) { u32 old = *at; *at += value; return old; }
+static inline u64 atomicOr(u64* at, u64 value) { u64 old = *at; *at |= value; return old; }
+
+static inline void __syncthreads() { shim::block_barrier(); }
+static inline void __syncwarp() { shim::exchange(0xffffffffu, 0); }
+
+template <class T> static inline T __shfl_sync(u32 mask, T value, int lane) {
+  return same_bits<T>(shim::exchange(mask, same_bits<u64>(value))[lane & 31]);
+}
+template <class T> static inline T __shfl_xor_sync(u32 mask, T value, int lanes) {
+  int lane = (int)(threadIdx.x % 32);
+  return same_bits<T>(shim::exchange(mask, same_bits<u64>(value))[lane ^ lanes]);
+}
+template <class T> static inline T __shfl_up_sync(u32 mask, T value, int lanes) {
+  int lane = (int)(threadIdx.x % 32);
+  return same_bits<T>(shim::exchange(mask, same_bits<u64>(value))[lane >= lanes ? lane - lanes : lane]);
+}
+static inline u32 __ballot_sync(u32 mask, bool value) {
+  u64* values = shim::exchange(mask, value);
+  u32 ballot = 0;
+  for (int i = 0; i < 32; i++) ballot |= (u32)(values[i] != 0) << i;
+  return ballot;
+}
+static inline int __any_sync(u32 mask, bool value) { return __ballot_sync(mask, value) != 0; }
+static inline u32 __match_any_sync(u32 mask, int value) {
+  u64* values = shim::exchange(mask, same_bits<u64>(value));
+  u32 peers = 0;
+  for (int i = 0; i < 32; i++) peers |= (u32)(same_bits<int>(values[i]) == value) << i;
+  return peers;
+}
