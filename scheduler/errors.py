@@ -5,6 +5,7 @@ The tree::
     TrilaneError
     +-- ConfigError   (ValueError)    options that are unknown, of a wrong type or impossible; all of them
     +-- StoreError    (ValueError)    expert weights that cannot be taken in: format, shape, memory
+    |   +-- ModelFileError (ValueError)   a model file that is damaged, incomplete, changed, or of an unknown kind
     +-- RoutingError  (ValueError)    expert ids or layer numbers that do not exist
     +-- ArrayError    (ValueError)    an array of a wrong shape, type, layout or device
     |   +-- ArrayTypeError (TypeError)    an array of a wrong dtype, or no array at all
@@ -31,6 +32,7 @@ __all__ = [
     "ConfigError",
     "DeviceError",
     "ForkError",
+    "ModelFileError",
     "ProbeError",
     "Problem",
     "ProfileError",
@@ -49,6 +51,10 @@ class TrilaneError(Exception):
 
 class StoreError(TrilaneError, ValueError):
     """Expert weights that cannot be taken in: an unknown format, a wrong shape, no memory for them."""
+
+
+class ModelFileError(StoreError):
+    """A model file that is damaged, incomplete, of an unknown kind, or changed while it was read."""
 
 
 class RoutingError(TrilaneError, ValueError):

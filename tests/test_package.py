@@ -30,6 +30,7 @@ MAY_IMPORT: list[tuple[tuple[str, ...], tuple[str, ...]]] = [
     (("config_problems",), ("errors",)),
     (("config",), ("config_problems", "errors")),
     (tuple(sorted(DECISIONS)), (*sorted(DECISIONS), *sorted(LEAVES))),
+    (("readers",), ("readers", "errors")),
     (("cpu_kernels",), ("cpu_kernels", "jit")),
     (("gpu_kernels",), ("gpu_kernels", "cpu_kernels.formats", "cpu_kernels.layout")),
     (("probes",), ("probes", "cpu_kernels", "gpu_kernels", "profile", "jit", "errors")),

@@ -1,0 +1,126 @@
+"""How fast a store loads from a model file, against a plain copy of the same bytes.
+
+Method: the file is in the page cache (it was written just now, or is read once before). Two sides take turns in the
+same rounds, each into a fresh private arena in huge pages, with the same number of threads: ``ExpertStore.from_gguf``
+as a whole (header, layout, packing, dropping of pages), and a bare copy of the experts' bytes from a mapping of the
+same file, expert by expert. Medians of the rounds count; GB/s are 1e9 bytes of experts in the file a second. Without
+FILE, a model of the shape of Qwen3-30B-A3B with a few layers of random blocks is written to a temporary folder.
+
+    python -m benchmarks.bench_store [FILE] [--layers 3] [--format q4_k] [--down q6_k] [--threads 2] [--rounds 7]
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import struct
+import tempfile
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import numpy as np
+
+from trilane.cpu_kernels.arena import allocate_arena
+from trilane.cpu_kernels.cpus import read_cpu_budget
+from trilane.probes.machine import describe_machine
+from trilane.readers.finder import find_experts
+from trilane.readers.gguf import open_gguf
+from trilane.readers.gguf_types import BLOCK_TYPES
+from trilane.readers.moe import expert_tensors
+from trilane.store import ExpertStore
+
+HIDDEN, INTERMEDIATE, EXPERTS = 2048, 768, 128
+ALIGNMENT = 32
+NUMBER_OF_TYPE = {kind.name: number for number, kind in BLOCK_TYPES.items()}
+
+
+def _text(text: str) -> bytes:
+    return struct.pack("<Q", len(text)) + text.encode()
+
+
+def write_model(path: Path, layers: int, fmt: str, down: str) -> None:
+    """A GGUF file with the experts of ``layers`` layers, random bytes, and nothing else."""
+    infos, sizes, offset = [], [], 0
+    for layer in range(layers):
+        for name, kind in (("gate", fmt), ("up", fmt), ("down", down)):
+            rows, columns = (HIDDEN, INTERMEDIATE) if name == "down" else (INTERMEDIATE, HIDDEN)
+            number = NUMBER_OF_TYPE[kind]
+            block = BLOCK_TYPES[number]
+            head = _text(f"blk.{layer}.ffn_{name}_exps.weight") + struct.pack("<I3Q", 3, columns, rows, EXPERTS)
+            infos.append(head + struct.pack("<IQ", number, offset))
+            sizes.append(EXPERTS * rows * columns // block.block_size * block.block_nbytes)
+            offset += -(-sizes[-1] // ALIGNMENT) * ALIGNMENT
+    key = _text("general.architecture") + struct.pack("<I", 8) + _text("qwen3moe")
+    header = b"GGUF" + struct.pack("<IQQ", 3, len(infos), 1) + key + b"".join(infos)
+    rng = np.random.default_rng(0)
+    with path.open("wb") as file:
+        file.write(header + bytes(-len(header) % ALIGNMENT))
+        for size in sizes:
+            file.write(rng.bytes(size) + bytes(-size % ALIGNMENT))
+
+
+def copy_experts(path: Path, threads: int) -> float:
+    """Seconds to copy the experts' bytes into a fresh arena, and nothing else."""
+    files = open_gguf(path)
+    model = find_experts(files)
+    pieces, end = [], 0
+    for tensor in sorted(expert_tensors(model.layers), key=lambda t: t.offset):
+        step = tensor.nbytes // (tensor.shape[0] if len(tensor.shape) > 2 else 1)
+        for start in range(0, tensor.nbytes, step):
+            pieces.append((tensor, start, step, end))
+            end += step
+    arena = allocate_arena(end)
+
+    def copy(piece: tuple) -> None:
+        tensor, start, step, target = piece
+        source = files.files[tensor.path].bytes
+        np.copyto(arena.view(target, step), source[tensor.offset + start : tensor.offset + start + step])
+
+    begin = time.perf_counter()
+    with ThreadPoolExecutor(threads) as pool:
+        for _ in pool.map(copy, pieces):
+            pass
+    return time.perf_counter() - begin
+
+
+def load_store(path: Path, threads: int) -> float:
+    """Seconds of ``from_gguf``."""
+    begin = time.perf_counter()
+    ExpertStore.from_gguf(path, threads=threads, gate="silu_glu")
+    return time.perf_counter() - begin
+
+
+def measure(path: Path, threads: int, rounds: int) -> Iterator[tuple[float, float]]:
+    """(seconds to load, seconds to copy) for each round; the first round, which compiles, is not among them."""
+    for number in range(rounds + 1):
+        pair = load_store(path, threads), copy_experts(path, threads)
+        if number:
+            yield pair
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("file", nargs="?", type=Path)
+    parser.add_argument("--layers", type=int, default=3)
+    parser.add_argument("--format", default="q4_k", choices=sorted(NUMBER_OF_TYPE))
+    parser.add_argument("--down", choices=sorted(NUMBER_OF_TYPE))
+    parser.add_argument("--threads", type=int, default=read_cpu_budget().num_concurrent)
+    parser.add_argument("--rounds", type=int, default=7)
+    args = parser.parse_args()
+    with tempfile.TemporaryDirectory() as folder:
+        path = args.file or Path(folder) / "model.gguf"
+        if args.file is None:
+            write_model(path, args.layers, args.format, args.down or args.format)
+        nbytes = find_experts(open_gguf(path)).expert_nbytes
+        times = list(measure(path, args.threads, args.rounds))
+    load, copy = (nbytes / statistics.median(side) / 1e9 for side in zip(*times, strict=True))
+    ratio = statistics.median(c / s for s, c in times)
+    print(describe_machine().line)
+    print(f"{nbytes / 1e9:.2f} GB of experts, {args.threads} threads, {args.rounds} rounds")
+    print(f"load {load:.2f} GB/s, copy {copy:.2f} GB/s, median ratio {ratio:.2f}")
+
+
+if __name__ == "__main__":
+    main()
