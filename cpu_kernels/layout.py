@@ -250,25 +250,8 @@ def pack_expert(
     for shard in range(layout.num_shards):
         _pack_shard(layout, out, source, shard)
     if down_bias is not None:
-        pack_biases(layout, out, gate_bias, up_bias, down_bias)
-
-
-def pack_biases(
-    layout: ExpertLayout,
-    out: UInt8Array,
-    gate_bias: Float32Array | None,
-    up_bias: Float32Array | None,
-    down_bias: Float32Array,
-) -> None:
-    """Write the float32 biases of an expert whose matrices are packed already."""
-    for shard in range(layout.num_shards):
-        first = shard * SHARD_NEURONS
-        neurons = slice(first, first + layout.shard_neurons(shard))
-        for column, bias in ((GATE_BIAS, gate_bias), (UP_BIAS, up_bias)):
-            if bias is not None:
-                _bias_view(layout, out, shard, column)[:] = bias[neurons]
-    start = layout.down_bias_offset
-    out[start : start + 4 * layout.hidden].view(np.float32)[:] = down_bias
+        start = layout.down_bias_offset
+        out[start : start + 4 * layout.hidden].view(np.float32)[:] = down_bias
 
 
 def _pack_shard(layout: ExpertLayout, out: UInt8Array, source: ExpertSource, shard: int) -> None:
@@ -278,6 +261,10 @@ def _pack_shard(layout: ExpertLayout, out: UInt8Array, source: ExpertSource, sha
     parts = _shard_source(layout, source, shard)
     for (fmt, main, side), part in zip(shard_planes(layout, out, shard), parts, strict=True):
         fmt.split(part, main, side)
+    neurons = slice(shard * SHARD_NEURONS, shard * SHARD_NEURONS + layout.shard_neurons(shard))
+    for column, bias in ((GATE_BIAS, source.gate_bias), (UP_BIAS, source.up_bias)):
+        if bias is not None:
+            _bias_view(layout, out, shard, column)[:] = bias[neurons]
 
 
 def unpack_expert(layout: ExpertLayout, packed: UInt8Array) -> ExpertSource:

@@ -2,7 +2,7 @@
 
 A layout becomes a *program* once, a table of strided copies from source rows into the planes of the shards; one
 call without the interpreter lock then packs a whole expert. Rows of the down matrix go tile by tile, so that a
-tile is still in the cache when the next shard takes its columns. Biases are not part of it: they are small.
+tile is still in the cache when the next shard takes its columns. Biases are small, and packed by NumPy.
 """
 
 from __future__ import annotations
@@ -13,14 +13,16 @@ import numpy as np
 from numpy.typing import NDArray
 
 from trilane.cpu_kernels.emit import I8X16, I8X32, Emitter, V, emitted, i64
-from trilane.cpu_kernels.formats import BLOCK, Format, UInt8Array
+from trilane.cpu_kernels.formats import BLOCK, Float32Array, Format, UInt8Array
 from trilane.cpu_kernels.layout import (
     DOWN_MAIN,
+    GATE_BIAS,
     GATE_MAIN,
     NBYTES,
     OFFSET,
     SHARD_ALIGNMENT,
     SHARD_NEURONS,
+    UP_BIAS,
     UP_MAIN,
     ExpertLayout,
 )
@@ -106,6 +108,20 @@ class ExpertPacker:
         """
         assert out.dtype == np.uint8 and out.shape == (self.layout.expert_nbytes,) and out.flags.c_contiguous
         run_program(self._program, self._ends, gate, up, down, address_of(out))
+
+
+def pack_biases(layout: ExpertLayout, out: UInt8Array, biases: list[Float32Array | None]) -> None:
+    """Write the float32 biases of gate (None without one), up and down behind matrices that are packed already."""
+    gate, up, down = biases
+    for shard, row in enumerate(layout.descriptor):
+        first, neurons = shard * SHARD_NEURONS, layout.shard_neurons(shard)
+        for column, bias in ((GATE_BIAS, gate), (UP_BIAS, up)):
+            if bias is not None:
+                start = int(row[OFFSET] + row[column])
+                out[start : start + 4 * neurons].view(np.float32)[:] = bias[first : first + neurons]
+    assert down is not None
+    start = layout.down_bias_offset
+    out[start : start + 4 * layout.hidden].view(np.float32)[:] = down
 
 
 def address_of(array: NDArray[Any]) -> int:

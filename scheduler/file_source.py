@@ -14,8 +14,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from trilane.cpu_kernels.formats import FORMATS, Float32Array, Format, UInt8Array
-from trilane.cpu_kernels.layout import ExpertLayout, pack_biases
-from trilane.cpu_kernels.pack import ExpertPacker, address_of
+from trilane.cpu_kernels.layout import ExpertLayout
+from trilane.cpu_kernels.pack import ExpertPacker, address_of, pack_biases
 from trilane.cpu_kernels.quantize import quantize_matrix
 from trilane.errors import StoreError
 from trilane.readers.finder import gate_of
@@ -107,7 +107,7 @@ class FileLayer:
         self._packer.pack(out, *addresses)
         if self._biases:
             biases = [self._biases[name].values(expert) if name in self._biases else None for name in MATRICES]
-            pack_biases(self.layout, out, *biases)  # type: ignore[arg-type]
+            pack_biases(self.layout, out, biases)
         for matrix in self._matrices.values():
             matrix.drop(expert)
 

@@ -10,13 +10,15 @@ from test_layout import layouts, packed, random_source
 
 from trilane.cpu_kernels.formats import FORMATS
 from trilane.cpu_kernels.layout import ExpertLayout
-from trilane.cpu_kernels.pack import TILE_ROWS, ExpertPacker, address_of
+from trilane.cpu_kernels.pack import TILE_ROWS, ExpertPacker, address_of, pack_biases
 
 
 def compiled_packed(layout, source):
     out = np.full(layout.expert_nbytes + 64, 0xAA, np.uint8)
     addresses = [0 if rows is None else address_of(rows) for rows in source[:3]]
     ExpertPacker(layout).pack(out[:-64], *addresses)
+    if layout.has_bias:
+        pack_biases(layout, out[:-64], [source.gate_bias, source.up_bias, source.down_bias])
     assert (out[-64:] == 0xAA).all()  # nothing behind the expert
     return out[:-64]
 
@@ -24,7 +26,6 @@ def compiled_packed(layout, source):
 @settings(max_examples=60)
 @given(layouts(), st.integers(0, 9))
 def test_bytes_are_those_of_the_plain_packer(layout, seed):
-    layout = ExpertLayout(layout.hidden, layout.intermediate, layout.gate, layout.up, layout.down)
     source = random_source(layout, seed)
     np.testing.assert_array_equal(compiled_packed(layout, source), packed(layout, source))
 
