@@ -453,7 +453,7 @@ def test_memory_stays_at_the_store(tmp_path):
     """Pages of the file are given up as they are read: resident memory does not hold file and store at once."""
     from trilane.readers.gguf import open_gguf
 
-    arrays = random_experts(np.random.default_rng(0), 8, 256, 4096)
+    arrays = random_experts(np.random.default_rng(0), 4, 256, 2048)
     path = write(tmp_path, gguf_bytes(gguf_experts(0, arrays, dict.fromkeys(arrays, "f32"))))
     store = ExpertStore.from_gguf(path)
     mapped = resident_file_nbytes(path)

@@ -106,9 +106,9 @@ def _check_places(tensors: Mapping[str, TensorInfo], path: Path, start: int, end
     at = start
     for tensor in sorted(tensors.values(), key=lambda t: (t.offset, t.nbytes)):
         if tensor.offset != at:
-            what = "a hole before it" if tensor.offset > at else "bytes that it shares with the tensor before it"
+            what = "there is a hole before it" if tensor.offset > at else "it shares bytes with another"
             raise ModelFileError(
-                f"{tensor}: starts at byte {tensor.offset}, but must start at {at}: there is {what}, "
+                f"{tensor}: starts at byte {tensor.offset}, but must start at {at}: {what}, "
                 "which the format does not allow; write the file again"
             )
         at += tensor.nbytes
