@@ -151,6 +151,7 @@ class ExpertStore:
         formats: str | Mapping[str, str] | None = None,
         gate: str | Gate | None = None,
         layers: Iterable[int] | None = None,
+        prefix: str | None = None,
         requantize: bool = False,
         threads: int | None = None,
         progress: Progress | str | None = None,
@@ -165,12 +166,15 @@ class ExpertStore:
         formats, gate, layers, requantize, threads, progress
             As for :meth:`from_gguf`. Weights in bfloat16 stay so unless ``formats`` says otherwise.
 
+        prefix : str, optional
+            What stands before ``layers.N`` in the experts' names; needed only where a checkpoint holds several models.
+
         Raises
         ------
         ModelFileError, StoreError, MemoryError
             As :meth:`from_gguf`.
         """
-        model = find_experts(open_safetensors(path))
+        model = find_experts(open_safetensors(path), prefix)
         return cls._from_model(model, formats, gate, layers, requantize, threads, progress)
 
     @classmethod

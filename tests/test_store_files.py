@@ -193,7 +193,7 @@ def test_stacked_checkpoints_in_both_orders(transposed, formats, tmp_path):
     wanted = ExpertStore.from_arrays([arrays], formats=formats or "bf16")
     store = ExpertStore.from_safetensors(path, formats=formats)
     assert_same_store(store, wanted)
-    assert [a.what for a in store.model.left_alone] == ["shared experts", "multi-token prediction"]
+    assert [a.what for a in store.model.left_alone] == ["shared experts", "other experts"]
 
 
 def test_separate_stacks_that_are_transposed(tmp_path):

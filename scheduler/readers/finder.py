@@ -49,8 +49,15 @@ def describe_experts(path: str | Path) -> MoeModel:
     return find_experts(open_model(path))
 
 
-def find_experts(files: ModelFiles) -> MoeModel:
+def find_experts(files: ModelFiles, prefix: str | None = None) -> MoeModel:
     """The MoE layers of an opened model.
+
+    Parameters
+    ----------
+    files : ModelFiles
+    prefix : str, optional
+        What stands before ``layers.N`` in the names of the experts that are meant; needed only for files that hold
+        several models.
 
     Raises
     ------
@@ -58,7 +65,7 @@ def find_experts(files: ModelFiles) -> MoeModel:
         There are none, or some are incomplete or do not fit.
     """
     read_name = read_gguf_name if files.kind == "gguf" else read_checkpoint_name
-    blocks = _group(files, read_name, _num_layers(files))
+    blocks = _group(files, read_name, _num_layers(files), prefix)
     if not blocks:
         raise StoreError(
             f"{files.path}: none of its {len(files.tensors)} tensors is a routed expert's; is it a mixture-of-experts "
@@ -105,7 +112,10 @@ def _num_layers(files: ModelFiles) -> int | None:
 
 
 def _group(
-    files: ModelFiles, read_name: Callable[[str], ExpertName | None], num_layers: int | None
+    files: ModelFiles,
+    read_name: Callable[[str], ExpertName | None],
+    num_layers: int | None,
+    prefix: str | None,
 ) -> dict[int, Parts]:
     """Tensors of routed experts by layer, matrix and part; those behind the last layer are left out."""
     blocks: dict[int, Parts] = {}
@@ -113,24 +123,25 @@ def _group(
     for tensor in files.tensors.values():
         if _PREDICTION.search(tensor.name) or (name := read_name(tensor.name)) is None:
             continue
-        if num_layers is not None and name.block >= num_layers:
+        is_behind = num_layers is not None and name.block >= num_layers
+        if is_behind or (prefix is not None and name.prefix != prefix):
             continue
         prefixes.add(name.prefix)
+        if len(prefixes) > 1:
+            raise StoreError(
+                f"{files.path}: has experts of several models, with names that start with {sorted(prefixes)}; choose "
+                "one of them by prefix="
+            )
         experts = blocks.setdefault(name.block, {}).setdefault((name.matrix, name.part), {})
         if name.expert in experts:
             raise StoreError(f"{tensor}: is the same matrix as tensor {experts[name.expert].name!r}; keep one of them")
         experts[name.expert] = tensor
-    if len(prefixes) > 1:
-        raise StoreError(
-            f"{files.path}: has experts of several models, with names that start with {sorted(prefixes)}; give a file "
-            "with one of them"
-        )
     return blocks
 
 
 def _left_alone(files: ModelFiles, layers: Iterable[MoeLayer]) -> tuple[LeftAlone, ...]:
     taken = expert_tensors(tuple(layers))
-    sorts: dict[str, list[int]] = {"shared experts": [], "multi-token prediction": [], "all else": []}
+    sorts: dict[str, list[int]] = {"shared experts": [], "other experts": [], "all else": []}
     read_name: Any = read_gguf_name if files.kind == "gguf" else read_checkpoint_name
     for tensor in files.tensors.values():
         if tensor in taken:
@@ -138,7 +149,7 @@ def _left_alone(files: ModelFiles, layers: Iterable[MoeLayer]) -> tuple[LeftAlon
         if _SHARED.search(tensor.name):
             sorts["shared experts"].append(tensor.nbytes)
         elif _PREDICTION.search(tensor.name) or read_name(tensor.name) is not None:
-            sorts["multi-token prediction"].append(tensor.nbytes)
+            sorts["other experts"].append(tensor.nbytes)  # of prediction, or of another model
         else:
             sorts["all else"].append(tensor.nbytes)
     return tuple(LeftAlone(what, len(sizes), sum(sizes)) for what, sizes in sorts.items() if sizes)

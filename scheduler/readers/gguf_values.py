@@ -27,7 +27,7 @@ class Place(NamedTuple):
     kind: int
     item_kind: int
     offset: int
-    count: int
+    num_items: int
 
 
 class GgufMetadata(Mapping[str, Any]):
@@ -45,8 +45,8 @@ class GgufMetadata(Mapping[str, Any]):
         if place.kind != ARRAY:
             return cursor.take(SCALARS[place.kind], key)
         if place.item_kind == STRING:
-            return [cursor.text(key, cursor.end) for _ in range(place.count)]
-        return np.frombuffer(self._data, NUMPY_OF[place.item_kind], place.count, place.offset)
+            return [cursor.text(key, cursor.end) for _ in range(place.num_items)]
+        return np.frombuffer(self._data, NUMPY_OF[place.item_kind], place.num_items, place.offset)
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._places)

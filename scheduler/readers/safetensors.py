@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeGuard
 
 from trilane.errors import ModelFileError
 from trilane.readers.cursor import U64, Cursor
@@ -96,7 +96,7 @@ def _short(value: Any) -> str:
     return text if len(text) <= 80 else text[:77] + "..."
 
 
-def _are_counts(value: Any) -> bool:
+def _are_counts(value: Any) -> TypeGuard[list[int]]:
     """A list of integers that fit 64 bits and are not negative (JSON's true is an int to Python)."""
     return isinstance(value, list) and all(type(item) is int and 0 <= item < 1 << 63 for item in value)
 
