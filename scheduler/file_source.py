@@ -7,7 +7,7 @@ up once they are read.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 
 import numpy as np
@@ -19,19 +19,20 @@ from trilane.cpu_kernels.pack import ExpertPacker, address_of, pack_biases
 from trilane.cpu_kernels.quantize import quantize_matrix
 from trilane.errors import StoreError
 from trilane.readers.finder import gate_of
-from trilane.readers.mapped import ModelFiles, TensorInfo
+from trilane.readers.mapped import MappedFile, ModelFiles, TensorInfo
 from trilane.readers.moe import MatrixSource, MoeLayer, MoeModel
 from trilane.store_layers import GATELESS, MATRICES, Gate
 
+PIECE_WEIGHTS = 1 << 18  # a megabyte of floats
 FLOATS: Mapping[str, type[np.generic]] = {"f32": np.float32, "f16": np.float16, "bf16": np.uint16}
 
 
-def choose_gate(model: MoeModel, gate: str | Gate | None) -> Gate:
+def choose_gate(files: ModelFiles, model: MoeModel, gate: str | Gate | None) -> Gate:
     """The gate that a caller gave, else the one that the model's architecture is known to have."""
     if isinstance(gate, Gate):
         return gate
     if gate is None:
-        found = gate_of(model.files)
+        found = gate_of(files)
         return Gate(found.kind, found.alpha, found.limit)
     known = model.gate  # its numbers, where the caller names the same kind
     return Gate(gate, known.alpha, known.limit) if known is not None and known.kind == gate else Gate(gate)
@@ -102,6 +103,8 @@ class FileLayer:
         """Write one expert's packed bytes to ``out``."""
         for path in self._used:
             self._files.files[path].check_unchanged()
+        for matrix in self._matrices.values():
+            matrix.fetch(expert)
         rows = {name: matrix.rows(expert) for name, matrix in self._matrices.items()}
         addresses = [address_of(rows[name]) if name in rows else 0 for name in MATRICES]
         self._packer.pack(out, *addresses)
@@ -157,9 +160,17 @@ class MatrixReader:
         else:
             width = self._stored.row_source_nbytes(source.columns)
             found = self._take(self._bytes(source.tensors, expert).reshape(-1, width))
-        if self.format is not self._stored:
-            return self._quantize(self._stored.dequantize_rows(found))
-        return np.ascontiguousarray(found)
+        return np.ascontiguousarray(found) if self.format is self._stored else self._requantize(found)
+
+    def _requantize(self, rows: UInt8Array) -> UInt8Array:
+        """Converted in pieces: the floats of a whole matrix would need more room than an expert."""
+        columns = self._source.columns
+        out = np.empty((len(rows), self.format.row_source_nbytes(columns)), np.uint8)
+        step = max(1, PIECE_WEIGHTS // columns)
+        for start in range(0, len(rows), step):
+            piece = slice(start, start + step)
+            out[piece] = self._quantize(self._stored.dequantize_rows(rows[piece]))
+        return out
 
     def _take(self, rows: NDArray[np.generic]) -> UInt8Array:
         """The rows that are meant, of a tensor that may hold another matrix too."""
@@ -199,11 +210,21 @@ class MatrixReader:
         joined[:, :, 1:] = weights[:, :, :16] | weights[:, :, 16:] << 4
         return joined.reshape(len(pairs), -1)
 
-    def drop(self, expert: int) -> None:
-        """Give up the pages of one expert."""
+    def _places(self, expert: int) -> Iterator[tuple[MappedFile, int, int]]:
+        """(file, offset, length) of all bytes of one expert."""
         for tensors in filter(None, (self._source.tensors, self._source.scales)):
             tensor, offset, nbytes = self._part(tensors, expert)
-            self._files.files[tensor.path].drop(offset, nbytes)
+            yield self._files.files[tensor.path], offset, nbytes
+
+    def fetch(self, expert: int) -> None:
+        """Have the system read one expert's bytes, if they are not in memory, in one go."""
+        for file, offset, nbytes in self._places(expert):
+            file.fetch(offset, nbytes)
+
+    def drop(self, expert: int) -> None:
+        """Give up the pages of one expert."""
+        for file, offset, nbytes in self._places(expert):
+            file.drop(offset, nbytes)
 
 
 class BiasReader:

@@ -18,6 +18,7 @@ from trilane.errors import StoreError
 from trilane.file_source import FileLayer, choose_gate, choose_layers
 from trilane.readers.finder import find_experts
 from trilane.readers.gguf import open_gguf
+from trilane.readers.mapped import ModelFiles
 from trilane.readers.moe import MoeModel
 from trilane.readers.safetensors import open_safetensors
 from trilane.store_fill import Progress, fill
@@ -140,8 +141,8 @@ class ExpertStore:
         MemoryError
             The arena does not fit.
         """
-        model = find_experts(open_gguf(path))
-        return cls._from_model(model, formats, gate, layers, requantize, threads, progress)
+        files = open_gguf(path)
+        return cls._from_model(files, find_experts(files), formats, gate, layers, requantize, threads, progress)
 
     @classmethod
     def from_safetensors(
@@ -174,12 +175,13 @@ class ExpertStore:
         ModelFileError, StoreError, MemoryError
             As :meth:`from_gguf`.
         """
-        model = find_experts(open_safetensors(path), prefix)
-        return cls._from_model(model, formats, gate, layers, requantize, threads, progress)
+        files = open_safetensors(path)
+        return cls._from_model(files, find_experts(files, prefix), formats, gate, layers, requantize, threads, progress)
 
     @classmethod
     def _from_model(
         cls,
+        files: ModelFiles,
         model: MoeModel,
         formats: str | Mapping[str, str] | None,
         gate: str | Gate | None,
@@ -189,11 +191,11 @@ class ExpertStore:
         progress: Progress | str | None,
     ) -> ExpertStore:
         wanted = {} if formats is None else formats_by_matrix(formats)
-        spec = choose_gate(model, gate)
+        spec = choose_gate(files, model, gate)
         chosen = model if layers is None else choose_layers(model, layers)
-        sources = [FileLayer(model.files, layer, wanted, spec, requantize) for layer in chosen.layers]
+        sources = [FileLayer(files, layer, wanted, spec, requantize) for layer in chosen.layers]
         store = cls._from_sources(sources, threads, progress)
-        model.files.check_unchanged()  # what was read before a change that came late
+        files.check_unchanged()  # what was read before a change that came late
         store.model = chosen
         return store
 

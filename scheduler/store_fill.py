@@ -36,6 +36,8 @@ def fill(
     progress : callable, "auto" or None
         Called with (experts done, experts in all); "auto" draws a bar if stderr is a terminal.
     """
+    if threads is not None and threads < 1:
+        raise StoreError(f"threads: {threads}, but at least 1 is needed to fill a store; leave it out for all CPUs")
     jobs = [(layer, e) for layer, source in enumerate(sources) for e in range(source.num_experts)]
 
     def pack(job: tuple[int, int]) -> None:

@@ -151,8 +151,10 @@ def test_the_same_tensor_in_two_shards(tmp_path):
 
 # ------------------------------------------------------------------------------------------- files that are not
 def test_what_cannot_be_opened(tmp_path):
-    with pytest.raises(ModelFileError, match=r"nowhere.gguf: cannot be opened \(No such file"):
+    with pytest.raises(ModelFileError, match=r"nowhere.gguf': cannot be opened \(.*No such file"):
         open_gguf(tmp_path / "nowhere.gguf")
+    with pytest.raises(ModelFileError, match=r"a.x00b.gguf': cannot be opened \(embedded null byte\)"):
+        open_gguf("a\0b.gguf")
     (tmp_path / "empty.gguf").touch()
     with pytest.raises(ModelFileError, match=r"is empty \(0 bytes\)"):
         open_gguf(tmp_path / "empty.gguf")

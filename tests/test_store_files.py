@@ -135,7 +135,8 @@ def test_converting_on_the_way(tmp_path):
     assert_same_store(partly, ExpertStore.from_arrays([arrays], formats={"gate": "bf16", "up": "bf16", "down": "q8_0"}))
 
 
-def test_quantised_weights_are_converted_only_when_asked(tmp_path):
+def test_quantised_weights_are_converted_only_when_asked(tmp_path, monkeypatch):
+    monkeypatch.setattr("trilane.file_source.PIECE_WEIGHTS", 100 * HIDDEN)  # pieces that end inside of a matrix
     arrays = arrays_of()
     path = write(tmp_path, gguf_bytes(gguf_experts(0, arrays, dict.fromkeys(arrays, "q8_0"))))
     with pytest.raises(StoreError, match=r"ffn_gate_exps.*is quantised already, and q4_k is wanted; pass requantize"):
@@ -437,6 +438,8 @@ def test_progress(tmp_path, capsys):
     assert calls == [(n, EXPERTS) for n in range(1, EXPERTS + 1)]
     ExpertStore.from_gguf(path, progress="auto")
     assert capsys.readouterr() == ("", "")  # no terminal, no bar
+    with pytest.raises(StoreError, match="threads: 0, but at least 1 is needed"):
+        ExpertStore.from_gguf(path, threads=0)
     with pytest.raises(StoreError, match="progress: 'yes' is no choice"):
         ExpertStore.from_gguf(path, progress="yes")
 

@@ -73,7 +73,7 @@ def find_experts(files: ModelFiles, prefix: str | None = None) -> MoeModel:
         )
     interleaved = files.kind != "gguf" and has_interleaved_rows(files.metadata)
     layers = tuple(find_layer(files, block, parts, interleaved) for block, parts in sorted(blocks.items()))
-    return MoeModel(_architecture(files), _known_gate(files), layers, _left_alone(files, layers), files)
+    return MoeModel(files.path, _architecture(files), _known_gate(files), layers, _left_alone(files, layers))
 
 
 def _architecture(files: ModelFiles) -> str:

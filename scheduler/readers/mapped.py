@@ -64,10 +64,11 @@ class MappedFile:
 
     def __init__(self, path: Path) -> None:
         self.path = path
+        flags = os.O_RDONLY | getattr(os, "O_BINARY", 0) | getattr(os, "O_NONBLOCK", 0)  # a pipe must not block
         try:
-            fd = os.open(path, os.O_RDONLY | getattr(os, "O_BINARY", 0) | getattr(os, "O_NONBLOCK", 0))
-        except OSError as error:
-            raise ModelFileError(f"{path}: cannot be opened ({error.strerror}); check the path") from error
+            fd = os.open(path, flags)
+        except (OSError, ValueError) as error:  # ValueError: a null byte in the name
+            raise ModelFileError(f"{str(path)!r}: cannot be opened ({error}); check the path") from error
         weakref.finalize(self, os.close, fd)
         self._fd = fd
         status = os.fstat(fd)
@@ -77,7 +78,10 @@ class MappedFile:
             raise ModelFileError(f"{path}: is empty (0 bytes), but a model file has a header; copy it again")
         self.nbytes = status.st_size
         self._modified_ns = status.st_mtime_ns
-        self.map = mmap.mmap(fd, self.nbytes, access=mmap.ACCESS_READ)
+        try:
+            self.map = mmap.mmap(fd, self.nbytes, access=mmap.ACCESS_READ)
+        except OSError as error:
+            raise ModelFileError(f"{path}: cannot be mapped ({error}); copy it to a local disk") from error
         self.bytes: NDArray[np.uint8] = np.frombuffer(self.map, np.uint8)
 
     def check_unchanged(self) -> None:

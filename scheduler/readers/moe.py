@@ -9,9 +9,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 
 from trilane.readers.architectures import GateKind
-from trilane.readers.mapped import ModelFiles, TensorInfo
+from trilane.readers.mapped import TensorInfo
 
 MATRICES = ("gate", "up", "down")
 
@@ -101,6 +102,8 @@ class MoeModel:
 
     Attributes
     ----------
+    path : Path
+        What was opened.
     architecture : str
         GGUF's architecture or transformers' model_type; "" if the files do not say.
     gate : GateKind or None
@@ -108,14 +111,13 @@ class MoeModel:
     layers : tuple of MoeLayer
         In the order of the model.
     left_alone : tuple of LeftAlone
-    files : ModelFiles
     """
 
+    path: Path
     architecture: str
     gate: GateKind | None
     layers: tuple[MoeLayer, ...]
     left_alone: tuple[LeftAlone, ...]
-    files: ModelFiles = field(repr=False, compare=False)
 
     @property
     def expert_nbytes(self) -> int:
@@ -124,7 +126,7 @@ class MoeModel:
 
     def __str__(self) -> str:
         gate = self.gate.kind if self.gate else "not known"
-        lines = [f"{self.files.path}: {self.architecture or 'no architecture given'}, gate {gate}"]
+        lines = [f"{self.path}: {self.architecture or 'no architecture given'}, gate {gate}"]
         lines += [f"  {text}" for text in _grouped(self.layers)]
         lines += [f"  left alone: {a.what}, {a.num_tensors} tensors, {a.nbytes / 1e9:.2f} GB" for a in self.left_alone]
         return "\n".join(lines)
