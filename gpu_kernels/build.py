@@ -1,6 +1,6 @@
 """From the ``.cu`` files to a cubin for one GPU architecture and one layer's weight formats, kept on disk.
 
-One program holds all four kernels; the formats of gate, up and down are fixed when it is compiled (``Variant``).
+One program holds all kernels; the formats of gate, up and down are fixed when it is compiled (``Variant``).
 The options forbid what would change bits: no contraction, no flush-to-zero, IEEE division. A cubin's name is a
 hash of everything that went into it, so an edit, another compiler or other options never meet an old file.
 """
@@ -22,6 +22,7 @@ from trilane.gpu_kernels import nvrtc
 from trilane.gpu_kernels.words import c_header
 
 PROGRAM = ("publish.cu", "experts.cu", "apply.cu", "combine.cu")
+KERNELS = ("publish", "experts_hit", "experts_plan", "apply", "combine")
 OPTIONS = ("--std=c++17", "--fmad=false", "--ftz=false", "--prec-div=true", "--prec-sqrt=true")
 ARCHITECTURES = (75, 80, 86, 89, 90, 100, 120)  # compiled in every test run
 NO_GATE = "none"

@@ -3,8 +3,11 @@
 
 extern "C" __global__ void __launch_bounds__(256) combine(const __grid_constant__ Layer layer, const __grid_constant__ Step step) {
   if (combines_at_once(step)) return;
-  if (threadIdx.x == 0 && step.cpu_flag && step.state->missing && step.state->failed != step.state->clock)
-    if (!wait_for(step, step.cpu_flag, step.state->sequence)) fail(step, step.state->clock, ERROR_ABORTED);
+  if (threadIdx.x == 0 && step.state->missing && step.state->failed != step.state->clock) {
+    bool aborted = step.abort && load_acquire_system(step.abort);  // whatever was waited for may not have come
+    if (!aborted && step.cpu_flag) aborted = !wait_for(step, step.cpu_flag, step.state->sequence);
+    if (aborted) fail(step, step.state->clock, ERROR_ABORTED);
+  }
   __syncthreads();
   combine_columns(layer, step, blockIdx.y, blockIdx.x);
 }

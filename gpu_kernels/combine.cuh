@@ -35,7 +35,7 @@ DEV float expert_output(const Layer& layer, const Step& step, int entry, int pos
   return out + layer.down_bias[id_of(step, entry) * layer.hidden + column];
 }
 
-static __device__ __noinline__ void combine_columns(const Layer& layer, const Step& step, int token, int chunk) {
+DEV void combine_columns(const Layer& layer, const Step& step, int token, int chunk) {
   __shared__ float outs[COMBINE_RANKS][DOWN_CHUNK];
   int at = threadIdx.x % DOWN_CHUNK, column = chunk * DOWN_CHUNK + at, part = threadIdx.x / DOWN_CHUNK;
   int parts = blockDim.x / DOWN_CHUNK;

@@ -1,4 +1,4 @@
-// experts: the shards of a work list, from the records of their rows to their parts of the output.
+// experts_hit, experts_plan: the shards of a work list, from the records of their rows to their parts of the output.
 //
 // Grid: max_items * UP_CHUNKS blocks that each multiply the gate and up rows of UP_CHUNK neurons, then max_items * down
 // chunks blocks that each make DOWN_CHUNK columns of one shard's part; 256 threads. A down block loads its weights,
@@ -20,7 +20,8 @@ typedef DOWN_FORMAT DownFormat;
 template <class A, class B> struct Same { static constexpr bool value = false; };
 template <class A> struct Same<A, A> { static constexpr bool value = true; };
 constexpr bool HAS_GATE = !Same<GateFormat, none>::value;
-constexpr int WARPS = 8, PAIR = 2;  // neurons that a warp has at a time
+constexpr int WARPS = 8, PAIR = 1;  // neurons that a warp has at a time
+constexpr int HIT_BLOCKS = DownFormat::INT8 && UpFormat::INT8 ? 3 : 1;  // on a multiprocessor, at least
 
 struct Work {
   Item item;
@@ -129,7 +130,10 @@ DEV u8* stage_rows(u8* shared, const Item& item, int plane, int stride, int firs
 DEV void write_hidden(const Layer& layer, const Step& step, const Work& work, const ShardPlace& place, int position,
                       int neuron, int lane, const float g[PAIR], const float u[PAIR]) {
   if (lane >= PAIR) return;
-  float gate = lane ? g[1] : g[0], up = lane ? u[1] : u[0];
+  float gate = g[0], up = u[0];
+#pragma unroll
+  for (int j = 1; j < PAIR; j++)
+    if (lane == j) gate = g[j], up = u[j];
   int n = neuron + lane;
   if (place.up_bias >= 0) up += ((const float*)(work.item.weights + place.up_bias))[n];
   if (HAS_GATE && place.gate_bias >= 0) gate += ((const float*)(work.item.weights + place.gate_bias))[n];
@@ -203,18 +207,21 @@ DEV void finish_hidden(const Layer& layer, const Step& step, const Work& work, i
   }
 }
 
+template <bool PLAN>
 DEV void run_up(const Layer& layer, const Step& step, const Progress& progress, const Work& work, int index, u8* shared,
                 int tile) {
   __shared__ int go, last;
   const ShardPlace& place = layer.place[work.item.shard == layer.num_shards - 1];
   int chunks = (place.neurons + UP_CHUNK - 1) / UP_CHUNK;
   if (work.task >= chunks) return;
-  if (threadIdx.x == 0) go = !work.item.flag || wait_for(step, work.item.flag, work.item.flag_value);
-  __syncthreads();
-  if (!go && threadIdx.x == 0) fail(step, work.clock, ERROR_ABORTED);
-  if (go && work.item.staged)
+  if (PLAN) {
+    if (threadIdx.x == 0) go = !work.item.flag || wait_for(step, work.item.flag, work.item.flag_value);
+    __syncthreads();
+    if (!go && threadIdx.x == 0) fail(step, work.clock, ERROR_ABORTED);
+  }
+  if (PLAN && go && work.item.staged)
     multiply_up_staged(layer, step, work, place, shared, tile);
-  else if (go)
+  else if (!PLAN || go)
     multiply_up_in_place(layer, step, work, place);
   __threadfence();
   __syncthreads();
@@ -283,22 +290,10 @@ DEV void multiply_down_staged(const Layer& layer, const Step& step, const Work& 
     stage(nullptr, work.item.weights + place.tail, work.item.fill + place.tail, place.nbytes - place.tail);
 }
 
-DEV void run_down(const Layer& layer, const Step& step, const Progress& progress, const Work& work, int index, int count,
-                  bool is_plan, u8* shared, int tile) {
-  __shared__ int last, go;
-  const ShardPlace& place = layer.place[work.item.shard == layer.num_shards - 1];
-  int first = work.task * DOWN_CHUNK, columns = min(DOWN_CHUNK, layer.hidden - first);
-  if (is_plan && work.task == 0)
-    for (int row = threadIdx.x; row < work.item.num_rows; row += blockDim.x)
-      step.lane[(work.item.first_position + row) * layer.num_shards + work.item.shard] = 1;
-  if (threadIdx.x == 0) go = !work.item.flag || wait_for(step, work.item.flag, work.item.flag_value);
-  __syncthreads();
-  if (!go) return;
-  if (work.item.staged)
-    multiply_down_staged(layer, step, work, place, progress.ready + index, first, columns, shared, tile);
-  else
-    multiply_down_in_place(layer, step, work, place, progress.ready + index, first, columns);
-  if (is_plan || !combines_at_once(step)) return;
+// Without misses: the block that makes the last part of some columns combines them.
+DEV void combine_if_last(const Layer& layer, const Step& step, const Progress& progress, const Work& work, int count) {
+  __shared__ int last;
+  if (!combines_at_once(step)) return;
   __threadfence();
   __syncthreads();
   if (threadIdx.x == 0) last = atomicAdd(progress.columns + work.task, 1u) == (u32)count - 1;
@@ -309,37 +304,80 @@ DEV void run_down(const Layer& layer, const Step& step, const Progress& progress
   for (int token = 0; token < step.num_rows; token++) combine_columns(layer, step, token, work.task);
 }
 
-// ---------------------------------------------------------------------------------------------- kernel
-// How many items the list has for this step; a plan of another step has none, and fails the step.
-DEV int count_items(const Step& step, const WorkList* list, bool is_plan, u32 clock) {
-  if (!is_plan) return list->count;
-  if (load_acquire_system(&list->sequence) == step.state->sequence) return *(const volatile int*)&list->count;
-  if (blockIdx.x == 0 && threadIdx.x == 0) fail(step, clock, ERROR_STALE_PLAN);
-  return 0;
+template <bool PLAN>
+DEV void run_down(const Layer& layer, const Step& step, const Progress& progress, const Work& work, int index, int count,
+                  u8* shared, int tile) {
+  __shared__ int go;
+  const ShardPlace& place = layer.place[work.item.shard == layer.num_shards - 1];
+  int first = work.task * DOWN_CHUNK, columns = min(DOWN_CHUNK, layer.hidden - first);
+  if (!PLAN) {
+    multiply_down_in_place(layer, step, work, place, progress.ready + index, first, columns);
+    combine_if_last(layer, step, progress, work, count);
+    return;
+  }
+  if (work.task == 0)
+    for (int row = threadIdx.x; row < work.item.num_rows; row += blockDim.x)
+      step.lane[(work.item.first_position + row) * layer.num_shards + work.item.shard] = 1;
+  if (threadIdx.x == 0) go = !work.item.flag || wait_for(step, work.item.flag, work.item.flag_value);
+  __syncthreads();
+  if (!go) return;
+  if (work.item.staged)
+    multiply_down_staged(layer, step, work, place, progress.ready + index, first, columns, shared, tile);
+  else
+    multiply_down_in_place(layer, step, work, place, progress.ready + index, first, columns);
 }
 
-extern "C" __global__ void __launch_bounds__(256)
-    experts(const __grid_constant__ Layer layer, const __grid_constant__ Step step, const __grid_constant__ Progress progress,
-            const WorkList* list, int max_items, int is_plan, int up_tile, int down_tile) {
-  DYNAMIC_SHARED(shared);
+// ---------------------------------------------------------------------------------------------- kernel
+// What a block must know of the step and of its item, read side by side: a plan lies in host memory, where each
+// read takes a microsecond. An item past the end of the list is read all the same, and not used.
+struct Head { u32 clock, missing, sequence, list_sequence; int count; };
+
+DEV Head read_head(const Step& step, const WorkList* list, int index, Work& work, Head& head) {
+  int i = threadIdx.x;
+  if (i < (int)sizeof(Item) / 4) ((u32*)&work.item)[i] = ((const volatile u32*)((const Item*)(list + 1) + index))[i];
+  if (i == 32) head.list_sequence = load_acquire_system(&list->sequence);
+  if (i == 64) head.clock = work.clock = step.state->clock, head.missing = step.state->missing, head.sequence = step.state->sequence;
+  if (i == 96) head.count = *(const volatile int*)&list->count;
+  __syncthreads();
+  return head;
+}
+
+template <bool PLAN>
+DEV void run_items(const Layer& layer, const Step& step, const Progress& progress, const WorkList* list, int max_items,
+                   u8* shared, int up_tile, int down_tile) {
   __shared__ Work work;
-  if (is_plan && step.state->missing == 0) return;
-  u32 clock = step.state->clock;
-  int count = count_items(step, list, is_plan, clock);
+  __shared__ Head shared_head;
+  if (PLAN && step.state->missing == 0) return;
   int up_chunks = (layer.place[0].neurons + UP_CHUNK - 1) / UP_CHUNK, down_chunks = (layer.hidden + DOWN_CHUNK - 1) / DOWN_CHUNK;
   int block = blockIdx.x - max_items * up_chunks, chunks = block < 0 ? up_chunks : down_chunks;
   int task = block < 0 ? (int)blockIdx.x : block, index = task / chunks;
-  if (index >= count) {  // nothing of this list; a step in which every id is skipped still has an output
-    bool nothing = count == 0 && !is_plan && block >= 0 && index == 0 && combines_at_once(step);
+  task -= index * chunks;
+  if (threadIdx.x == 0) work.task = task;
+  Head head = read_head(step, list, index, work, shared_head);
+  if (PLAN && head.list_sequence != head.sequence) {  // a plan of another step
+    if (blockIdx.x == 0 && threadIdx.x == 0) fail(step, head.clock, ERROR_STALE_PLAN);
+    return;
+  }
+  if (index >= head.count) {  // nothing of this list; a step in which every id is skipped still has an output
+    bool nothing = !PLAN && head.count == 0 && block >= 0 && index == 0 && combines_at_once(step);
     for (int token = 0; nothing && token < step.num_rows; token++) combine_columns(layer, step, token, task);
     return;
   }
-  if (threadIdx.x < sizeof(Item) / 4)
-    ((u32*)&work.item)[threadIdx.x] = ((const volatile u32*)((const Item*)(list + 1) + index))[threadIdx.x];
-  if (threadIdx.x == 0) work.task = task - index * chunks, work.clock = clock;
-  __syncthreads();
   if (block < 0)
-    run_up(layer, step, progress, work, index, shared, up_tile);
+    run_up<PLAN>(layer, step, progress, work, index, shared, up_tile);
   else
-    run_down(layer, step, progress, work, index, count, is_plan, shared, down_tile);
+    run_down<PLAN>(layer, step, progress, work, index, head.count, shared, down_tile);
+}
+
+extern "C" __global__ void __launch_bounds__(256, HIT_BLOCKS)
+    experts_hit(const __grid_constant__ Layer layer, const __grid_constant__ Step step,
+                const __grid_constant__ Progress progress, const WorkList* list, int max_items) {
+  run_items<false>(layer, step, progress, list, max_items, nullptr, 0, 0);
+}
+
+extern "C" __global__ void __launch_bounds__(256)
+    experts_plan(const __grid_constant__ Layer layer, const __grid_constant__ Step step,
+                 const __grid_constant__ Progress progress, const WorkList* list, int max_items, int up_tile, int down_tile) {
+  DYNAMIC_SHARED(shared);
+  run_items<true>(layer, step, progress, list, max_items, shared, up_tile, down_tile);
 }

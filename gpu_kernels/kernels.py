@@ -4,15 +4,14 @@ from __future__ import annotations
 
 from typing import Any
 
-from trilane.gpu_kernels.build import PROGRAM, Variant, cubin
+from trilane.gpu_kernels.build import KERNELS, Variant, cubin
 from trilane.gpu_kernels.launch import Launch
 
 DEFAULT_SHARED_NBYTES = 40 << 10  # more than this of dynamic shared memory must be asked for
-KERNELS = tuple(name.removesuffix(".cu") for name in PROGRAM)
 
 
 class Kernels:
-    """The four kernels, loaded on CuPy's current device.
+    """The kernels, loaded on CuPy's current device.
 
     Parameters
     ----------

@@ -31,7 +31,7 @@ class Launch:
     Attributes
     ----------
     kernel : str
-        ``publish``, ``experts``, ``apply`` or ``combine``.
+        ``publish``, ``experts_hit``, ``experts_plan``, ``apply`` or ``combine``.
     grid : (int, int)
         Thread blocks.
     threads : int
@@ -81,19 +81,28 @@ def publish_launch(layer: Struct, step: Struct) -> Launch:
     return Launch("publish", (int(step["num_rows"]), 1), PUBLISH_THREADS, shared, (layer, step))
 
 
-def experts_launch(
-    layout: ExpertLayout, layer: Struct, step: Struct, progress: Struct, items: int, max_items: int, plan: bool
+def _experts_launch(
+    kernel: str, layout: ExpertLayout, structs: tuple[Struct, Struct, Struct], items: int, max_items: int, *tiles: int
 ) -> Launch:
-    """Blocks for ``max_items`` items of the work list at address ``items``; what the list lacks returns at once.
-
-    ``plan`` says that the list is a plan and not the hits'; only a plan's items may be staged.
-    """
-    tiles = tiles_of(layout)
     grid = max_items * (up_chunks(layout) + down_chunks(layout.hidden))
-    shared = tiles.shared_nbytes if plan else 0
-    numbers = np.array([max_items, plan, tiles.up, tiles.down], np.int32)
-    arguments = (layer, step, progress, np.uint64(items), *numbers)
-    return Launch("experts", (grid, 1), EXPERTS_THREADS, shared, arguments)
+    shared = tiles_of(layout).shared_nbytes if tiles else 0
+    numbers = np.array([max_items, *tiles], np.int32)
+    return Launch(kernel, (grid, 1), EXPERTS_THREADS, shared, (*structs, np.uint64(items), *numbers))
+
+
+def hit_launch(
+    layout: ExpertLayout, layer: Struct, step: Struct, progress: Struct, items: int, max_items: int
+) -> Launch:
+    """Blocks for ``max_items`` items of the hits' WorkList at address ``items``; what it lacks returns at once."""
+    return _experts_launch("experts_hit", layout, (layer, step, progress), items, max_items)
+
+
+def plan_launch(
+    layout: ExpertLayout, layer: Struct, step: Struct, progress: Struct, items: int, max_items: int
+) -> Launch:
+    """The same for the WorkList of a plan, whose items may be staged."""
+    tiles = tiles_of(layout)
+    return _experts_launch("experts_plan", layout, (layer, step, progress), items, max_items, tiles.up, tiles.down)
 
 
 def apply_launch(step: Struct, updates: int) -> Launch:

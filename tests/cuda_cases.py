@@ -17,6 +17,7 @@ from trilane.cpu_kernels.gate import GATES
 from trilane.cpu_kernels.layout import OFFSET
 from trilane.gpu_kernels import launch as launches
 from trilane.gpu_kernels import words
+from trilane.gpu_kernels.buffers import buffer_sizes, max_items
 from trilane.gpu_kernels.words import TYPES
 
 HIT, STREAM, ZERO_COPY, FILL, CPU = range(5)
@@ -70,33 +71,16 @@ class LayerOnDevice:
         self.bias.set(host[:, start : start + 4 * self.hidden])
 
     def _make_buffers(self, max_rows):
-        positions, nb = max_rows * self.top_k, -(-self.hidden // 256)
-        self.max_items = max(1, min(positions, self.num_experts)) * self.shards
-        parts = 4 * positions * self.shards * self.hidden
-        device = {
-            "x": 4 * max_rows * (self.hidden + 8), "ids": 8 * positions, "weights": 4 * positions,
-            "out": 4 * max_rows * self.hidden, "records": max_rows * nb * 320, "floats": max_rows * nb * 1024,
-            "row_bad": 4 * max_rows, "groups": 12 * positions, "token_of": 4 * positions,
-            "position_of": 4 * positions, "hits": words.list_nbytes(self.max_items),
-            "lane": 4 * positions * self.shards, "h": 1024 * positions * self.shards,
-            "h_records": 320 * positions * self.shards, "h_bad": 4 * positions * self.shards, "parts": parts,
-        }  # fmt: skip
-        mapped = {
-            "cpu_parts": parts, "mail": 64, "mail_groups": 12 * positions, "mail_missing": 8 * positions,
-            "mail_tokens": 4 * positions, "mail_weights": 4 * positions, "mail_records": max_rows * nb * 320,
-            "mail_floats": max_rows * nb * 1024, "mail_bad": 4 * max_rows,
-        }  # fmt: skip
-        updates = 64 + 8 * self.num_slots
-        zeros = {
-            "state": 64, "pending": updates, "acknowledged": 64, "cpu_flag": 64, "abort": 64, "error": 64,
-            "plan": words.list_nbytes(self.max_items), "updates": updates,
-        }  # fmt: skip
-        self.at = {name: self.backend.device(nbytes) for name, nbytes in device.items()}
-        self.at |= {name: self.backend.mapped(nbytes) for name, nbytes in mapped.items()}
-        self.at |= {
-            name: (self.backend.device if name == "state" else self.backend.mapped)(nbytes, 0)
-            for name, nbytes in zeros.items()
-        }
+        sizes = buffer_sizes(self.hidden, self.shards, self.num_experts, max_rows, self.top_k, self.num_slots)
+        self.max_items = max_items(self.num_experts, self.shards, max_rows, self.top_k)
+        positions = max_rows * self.top_k
+        row_nbytes = 4 * max_rows * (self.hidden + 8)
+        device = {"x": row_nbytes, "ids": 8 * positions, "weights": 4 * positions, "out": row_nbytes, **sizes.device}
+        lists = {"plan": words.list_nbytes(self.max_items), "updates": 64 + 8 * self.num_slots}
+        mapped = {**sizes.mapped, **lists}
+        fills = dict.fromkeys((*sizes.zeroed, *lists), 0)
+        self.at = {name: self.backend.device(nbytes, fills.get(name, POISON)) for name, nbytes in device.items()}
+        self.at |= {name: self.backend.mapped(nbytes, fills.get(name, POISON)) for name, nbytes in mapped.items()}
         nbytes = words.progress_nbytes(self.max_items, self.hidden)
         self.progress = [self.backend.device(nbytes, 0) for _ in range(2)]
         self.step = np.zeros((), TYPES["Step"])
@@ -163,9 +147,8 @@ class LayerOnDevice:
 
     def _experts(self, plan, address):
         progress = words.progress_words(self.progress[plan].address, self.max_items)
-        return launches.experts_launch(
-            self.layout, self.layer, self.step, progress, address, self.max_items, bool(plan)
-        )
+        make = launches.plan_launch if plan else launches.hit_launch
+        return make(self.layout, self.layer, self.step, progress, address, self.max_items)
 
     def finish(self):
         """The plan's part of a step, after `write_plan`."""

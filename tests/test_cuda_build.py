@@ -24,8 +24,8 @@ VARIANTS = {
 def test_all_kernels_compile(architecture, tmp_path):
     made = build.cubin(VARIANTS[architecture], architecture, tmp_path)
     assert made[:4] == b"\x7fELF"
-    for kernel in (b"publish", b"experts", b"apply", b"combine"):
-        assert b".text." + kernel + b"\0" in made
+    for kernel in build.KERNELS:
+        assert f".text.{kernel}\0".encode() in made
     (kept,) = tmp_path.iterdir()
     assert kept.read_bytes() == made and kept.suffix == ".cubin"
 
@@ -106,7 +106,7 @@ def test_a_launch_is_data():
     step = np.zeros((), words.TYPES["Step"])
     step["num_rows"] = 1
     progress = words.progress_words(4096, 24)
-    made = launch.experts_launch(layout, layer, step, progress, 64, 24, plan=True)
+    made = launch.plan_launch(layout, layer, step, progress, 64, 24)
     assert made.grid == (24 * (16 + 16), 1) and made.threads == 256 and made.shared_nbytes == 16 * 2 * 1152
-    assert launch.experts_launch(layout, layer, step, progress, 64, 24, plan=False).shared_nbytes == 0
+    assert launch.hit_launch(layout, layer, step, progress, 64, 24).shared_nbytes == 0
     assert launch.publish_launch(layer, step).shared_nbytes == 128 * launch.GROUPING_NBYTES

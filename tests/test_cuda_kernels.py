@@ -289,7 +289,7 @@ def test_the_shim_says_where_a_kernel_is_stuck():
     device, routing, lanes = started(lambda layout: Shim(variant_of(layout)), STREAM)
     device.write_plan(routing, lanes)
     device.at["cpu_flag"].array[:4] = 0
-    with pytest.raises(AssertionError, match="experts: no thread of block 0 can move"):
+    with pytest.raises(AssertionError, match="experts_plan: no thread of block 0 can move"):
         device.finish()
 
 

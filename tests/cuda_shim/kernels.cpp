@@ -10,9 +10,14 @@ extern "C" int run_publish(u32 x, u32 y, u32 threads, const Layer* layer, const 
   return shim::launch(x, y, threads, [=] { publish(*layer, *step); });
 }
 
-extern "C" int run_experts(u32 x, u32 y, u32 threads, const Layer* layer, const Step* step, const Progress* progress,
-                           const WorkList* list, int max_items, int is_plan, int up_tile, int down_tile) {
-  return shim::launch(x, y, threads, [=] { experts(*layer, *step, *progress, list, max_items, is_plan, up_tile, down_tile); });
+extern "C" int run_experts_hit(u32 x, u32 y, u32 threads, const Layer* layer, const Step* step, const Progress* progress,
+                               const WorkList* list, int max_items) {
+  return shim::launch(x, y, threads, [=] { experts_hit(*layer, *step, *progress, list, max_items); });
+}
+
+extern "C" int run_experts_plan(u32 x, u32 y, u32 threads, const Layer* layer, const Step* step,
+                                const Progress* progress, const WorkList* list, int max_items, int up_tile, int down_tile) {
+  return shim::launch(x, y, threads, [=] { experts_plan(*layer, *step, *progress, list, max_items, up_tile, down_tile); });
 }
 
 extern "C" int run_apply(u32 x, u32 y, u32 threads, const Step* step, const Updates* list) {
