@@ -1,5 +1,6 @@
-"""Where the CUDA lanes live. None are in this release: everything runs on the processor and the host device.
+"""The CUDA lanes: kernels in ``.cu`` files, how they are compiled, what they are told and how they are launched.
 
-CUDA C++ sources will stand beside the Python files that launch them. What they share with the processor's
-kernels is the format table and the layout of an expert, and nothing else.
+``build`` makes a cubin for a layer's formats, ``kernels`` loads it, ``words`` has the structs, ``buffers`` their sizes,
+``launch`` the grids. What they share with the processor's kernels is the format table and the layout of an
+expert. Importing the package loads neither CuPy nor a compiler.
 """
