@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from trilane.cost import NUM_TERMS, STEP_US, TERM_NAMES, Loads, Rates, step_us
-from trilane.expert import CPU, HIT, LANE_NAMES, STREAM, ZERO_COPY, ExpertPlan, Geometry, Plan
+from trilane.expert import CPU, HIT, LANE_NAMES, STREAM, ZERO_COPY, ExpertPlan, Geometry, Plan, decision
 
 EXHAUSTIVE_SHARDS = 8  # so many missing shards are split by trying all subsets
 
@@ -70,6 +70,12 @@ def make_options(
     return Options(mask, admit == "score", bool(fills), float(slack_runs), int(max_fills))
 
 
+@decision(inline=True)
+def allows(options, lane):
+    """Whether a miss may take the lane."""
+    return (options.lanes >> lane) & 1 == 1
+
+
 class Work(NamedTuple):
     """Arrays of one plan, allocated once. Index ``i * num_shards + j`` is shard ``j`` of the ``i``-th expert.
 
@@ -92,11 +98,11 @@ class Work(NamedTuple):
     fill_shard, fill_slot, fill_victim : int64, int32, int64
         What the last `plan_fills` reserved.
 
-    The others are scratch: what hits holds (bytes, rows x bytes); by expert (reuse, order, missing, refused); by
-    stretch of neighbouring missing shards in link order (entry: its first index, who: the how-manieth expert, shard:
-    its first key; bound: where it starts in the order, and where the last one ends, with sums of what lies before:
-    nbytes, row_nbytes, runs); by missing shard in link order (side); bytes of the first shards of an expert (sizes);
-    by subset.
+    The others are scratch. What hits hold: num_hits; hits (bytes, rows x bytes). By expert: reuse; missing shards; how
+    many of these may be streamed, with their bytes and runs (open, open_nbytes, open_runs); order. By entry of the link
+    order (`link_order`): who, the how-manieth expert; mark, which of its shards; bound, where it starts in the order,
+    and where the last one ends, with sums of what lies before (nbytes, row_nbytes, runs). Such sums by shard, if these
+    are few; bytes of the first shards of an expert (sizes); by subset.
     """
 
     lane: NDArray[np.int8]
@@ -113,17 +119,18 @@ class Work(NamedTuple):
     num_hits: NDArray[np.int64]
     hits: NDArray[np.float64]
     reuse: NDArray[np.float64]
-    order: NDArray[np.int32]
     missing: NDArray[np.int32]
-    refused: NDArray[np.uint8]
-    entry: NDArray[np.int32]
+    open: NDArray[np.int32]
+    open_nbytes: NDArray[np.float64]
+    open_runs: NDArray[np.float64]
+    order: NDArray[np.int32]
     who: NDArray[np.int32]
-    shard: NDArray[np.int64]
+    mark: NDArray[np.int8]
     bound: NDArray[np.int32]
-    side: NDArray[np.int8]
     nbytes: NDArray[np.float64]
     row_nbytes: NDArray[np.float64]
     runs: NDArray[np.float64]
+    few: NDArray[np.float64]
     sizes: NDArray[np.float64]
     subset: NDArray[np.float64]
 
@@ -147,17 +154,18 @@ def make_work(geometry: Geometry, max_experts: int | None = None) -> Work:
         num_hits=np.zeros(1, np.int64),
         hits=np.zeros(2, np.float64),
         reuse=np.zeros(most, np.float64),
-        order=np.zeros(most, np.int32),
         missing=np.zeros(most, np.int32),
-        refused=np.zeros(most, np.uint8),
-        entry=np.zeros(size, np.int32),
-        who=np.zeros(size, np.int32),
-        shard=np.zeros(size, np.int64),
-        bound=np.zeros(size + 1, np.int32),
-        side=np.zeros(size, np.int8),
-        nbytes=np.zeros(size + 1, np.float64),
-        row_nbytes=np.zeros(size + 1, np.float64),
-        runs=np.zeros(size + 1, np.float64),
+        open=np.zeros(most, np.int32),
+        open_nbytes=np.zeros(most, np.float64),
+        open_runs=np.zeros(most, np.float64),
+        order=np.zeros(most + 1, np.int32),
+        who=np.zeros(2 * most, np.int32),
+        mark=np.zeros(2 * most, np.int8),
+        bound=np.zeros(2 * most + 1, np.int32),
+        nbytes=np.zeros(2 * most + 1, np.float64),
+        row_nbytes=np.zeros(2 * most + 1, np.float64),
+        runs=np.zeros(2 * most + 1, np.float64),
+        few=np.zeros((3, EXHAUSTIVE_SHARDS + 1), np.float64),
         sizes=np.zeros(geometry.shard_nbytes.shape[1] + 1, np.float64),
         subset=np.zeros((4, 1 << EXHAUSTIVE_SHARDS), np.float64),
     )

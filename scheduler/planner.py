@@ -9,12 +9,14 @@ same results, and time is passed in.
 from __future__ import annotations
 
 from trilane.cost import Loads, write_terms
-from trilane.eviction import advance_clock, count_hint, count_use, hold_expert, release_step, score_if_used
-from trilane.expert import CPU, HIT, SKIP, STREAM, UNPLACED, ZERO_COPY, decision
-from trilane.plan import EXHAUSTIVE_SHARDS, NUM_COPIES, NUM_EVICTIONS, NUM_FILLS, NUM_MISSING, NUM_UNPLACED
-from trilane.residency import NO_PRICE, claim_slots, empty_slot, fill_slots, reserve_slot, slot_price, take_slots
-from trilane.split import Step, allows, choose_split
-from trilane.state import INDEX
+from trilane.eviction import advance_clock, count_hint, release_step, score_if_used
+from trilane.expert import CPU, HIT, STREAM, ZERO_COPY, decision
+from trilane.link_order import Step
+from trilane.lookup import look_again, look_up
+from trilane.placement import place_missing
+from trilane.plan import NUM_COPIES, NUM_MISSING, NUM_UNPLACED
+from trilane.residency import NO_PRICE, empty_slot, reserve_slot, slot_price, take_slots
+from trilane.split import choose_split
 
 
 @decision
@@ -64,14 +66,14 @@ def plan_step(state, geometry, rates, options, layer, experts, rows, num_experts
     step = Step(layer, experts, rows, num_experts)
     release_step(state, geometry)
     if is_wave:
-        _look_again(state, geometry, step, work)
+        look_again(state, geometry, step, work)
     else:
         advance_clock(state, clock)
-        _look_up(state, geometry, step, work)
+        look_up(state, geometry, step, work)
     missing = _clear_counts(geometry, step, work)
     if missing > 0:
-        choose_split(state, geometry, rates, options, step, work)
-        _take_slots(state, geometry, options, step, work)
+        split = choose_split(state, geometry, rates, options, step, work)
+        place_missing(state, geometry, options, step, work, split)
     counts, nbytes, row_nbytes = work.counts, work.lane_nbytes, work.lane_row_nbytes
     counts[NUM_UNPLACED] = missing - counts[STREAM] - counts[ZERO_COPY] - counts[CPU]
     loads = Loads(
@@ -92,62 +94,6 @@ def plan_step(state, geometry, rates, options, layer, experts, rows, num_experts
 
 
 @decision(inline=True)
-def _look_up(state, geometry, step, work):
-    """Hold the experts, keep their scores from before this use, mark each shard HIT or UNPLACED."""
-    layer = step.layer
-    num_shards = geometry.num_shards[layer]
-    first = geometry.first_expert[layer]
-    count = geometry.first_expert[layer + 1] - first
-    _clear_marks(work.lane, work.slot, work.victim, work.run, step.num_experts * num_shards)
-    num_hits = nbytes = row_nbytes = 0
-    for i in range(step.num_experts):
-        if step.experts[i] < 0 or step.experts[i] >= count:
-            raise ValueError("an expert id is outside its layer: drop skipped ids before planning")
-        expert = (first + step.experts[i]) & INDEX
-        hold_expert(state, state.pool_of[layer], expert)
-        work.reuse[i] = state.score[expert]
-        count_use(state, expert)
-        work.missing[i] = num_shards - state.resident[expert]
-        if state.resident[expert] == 0:
-            continue
-        num_hits += int(state.resident[expert])
-        shard = geometry.first_shard[layer] + step.experts[i] * num_shards
-        size = 0
-        for j in range(num_shards):
-            slot = state.slot_of[(shard + j) & INDEX]
-            if slot >= 0:
-                at = (i * num_shards + j) & INDEX
-                work.lane[at] = HIT
-                work.slot[at] = slot
-                size += geometry.shard_nbytes[layer, j]
-        nbytes += size
-        row_nbytes += size * step.rows[i]
-    work.num_hits[0] = num_hits
-    work.hits[0], work.hits[1] = float(nbytes), float(row_nbytes)
-
-
-@decision(inline=True)
-def _clear_marks(lanes, slots, victims, runs, count):
-    """Loops over one array each, which become fills of memory."""
-    for at in range(count):
-        lanes[at] = UNPLACED
-    for at in range(count):
-        slots[at] = -1
-    for at in range(count):
-        victims[at] = -1
-    for at in range(count):
-        runs[at] = 0
-
-
-@decision(inline=True)
-def _mark(lanes, slots, victims, runs, at, lane, slot):
-    lanes[at] = lane
-    slots[at] = slot
-    victims[at] = -1
-    runs[at] = 0
-
-
-@decision(inline=True)
 def _clear_counts(geometry, step, work):
     """Begin the counts with the hits; returns how many shards are missing."""
     missing = 0
@@ -161,155 +107,6 @@ def _clear_counts(geometry, step, work):
     work.counts[HIT] = work.num_hits[0]
     work.lane_nbytes[HIT], work.lane_row_nbytes[HIT] = work.hits[0], work.hits[1]
     return missing
-
-
-@decision(inline=True)
-def _take_slots(state, geometry, options, step, work):
-    """Follow the split in link order, run by run; what is refused a slot falls back to a lane that needs none."""
-    first_expert = geometry.first_expert[step.layer]
-    num_shards = geometry.num_shards[step.layer]
-    pool = state.pool_of[step.layer]
-    asks = options.admit_by_score and options.lanes != 1 << STREAM
-    stretch = k = 0
-    while k < work.counts[NUM_MISSING]:
-        end = work.bound[stretch + 1]
-        if work.side[k] != work.side[end - 1] or work.counts[NUM_MISSING] <= EXHAUSTIVE_SHARDS:
-            end = _side_end(work.side, k, end)  # else the split is a prefix
-        lane = int(work.side[k])
-        who, start = work.who[stretch] & INDEX, work.bound[stretch]
-        at, shard = int(work.entry[stretch]) + k - start, work.shard[stretch] + k - start
-        j = at - who * num_shards
-        taken = 0
-        if (lane == STREAM or (lane == ZERO_COPY and options.fills)) and state.slot_of[shard] == -1:
-            expert = first_expert + step.experts[who]
-            score = state.score[expert] if asks else NO_PRICE
-            taken = claim_slots(state, geometry, pool, score, end - k, work.slot, at)
-            if lane == STREAM and taken > 0:
-                _sort_slots(work.slot, at, at + taken)
-                _mark_copies(state, geometry, step, work, at, taken, j)
-            work.counts[NUM_EVICTIONS] += fill_slots(state, expert, shard, work.slot, work.victim, at, taken)
-            work.counts[NUM_FILLS] += taken
-        if lane == STREAM:
-            _give_lane(work, at, j, taken, step.rows[who], lane)
-            at, j, k = at + taken, j + taken, k + taken
-            lane = _without_slot(options)
-        _give_lane(work, at, j, end - k, step.rows[who], lane)
-        k = end
-        if k == work.bound[stretch + 1]:
-            stretch += 1
-
-
-@decision(inline=True)
-def _side_end(side, k, stop):
-    """End of the shards from ``k`` up which the split gives one lane."""
-    end = k + 1
-    while end < stop and side[end] == side[k]:
-        end += 1
-    return end
-
-
-@decision(inline=True)
-def _give_lane(work, at, j, count, rows, lane):
-    """Give ``count`` shards of one expert, from index ``at`` and its shard ``j`` up, a lane; count them in it."""
-    if count == 0 or lane < 0:
-        return
-    for k in range(count):
-        work.lane[(at + k) & INDEX] = lane
-    nbytes = work.sizes[(j + count) & INDEX] - work.sizes[j & INDEX]
-    work.counts[lane] += count
-    work.lane_nbytes[lane] += nbytes
-    work.lane_row_nbytes[lane] += nbytes * rows
-
-
-@decision(inline=True)
-def _without_slot(options):
-    if allows(options, ZERO_COPY):
-        return ZERO_COPY
-    return CPU if allows(options, CPU) else UNPLACED
-
-
-@decision(inline=True)
-def _mark_copies(state, geometry, step, work, at, count, j):
-    """Mark the copies of ``count`` shards from ``j`` up: a copy goes on where slots are neighbours too."""
-    layer = step.layer
-    slot_nbytes = state.slot_nbytes[state.pool_of[layer]]
-    copy = 0
-    copies = 1
-    work.run[at] = 1
-    for k in range(1, count):  # without branches: slots are not foreseen
-        here = (at + k) & INDEX
-        is_next = (work.slot[here] == work.slot[(here - 1) & INDEX] + 1) & (
-            geometry.shard_nbytes[layer, (j + k - 1) & INDEX] == slot_nbytes
-        )
-        copy = copy if is_next else k
-        copies += 0 if is_next else 1
-        work.run[(at + copy) & INDEX] = k + 1 - copy
-    work.counts[NUM_COPIES] += copies
-
-
-@decision
-def _sort_slots(slots, start, stop):
-    """Sort slots, so that neighbouring shards get neighbouring slots and make long copies.
-
-    Slots of one victim come last shard first, so a falling row is turned round before it is sorted.
-    """
-    if slots[start] > slots[stop - 1]:
-        for k in range((stop - start) // 2):
-            a, b = (start + k) & INDEX, (stop - 1 - k) & INDEX
-            slots[a], slots[b] = slots[b], slots[a]
-    for at in range(start + 1, stop):
-        slot = slots[at & INDEX]
-        to = at
-        while to > start and slots[(to - 1) & INDEX] > slot:
-            slots[to & INDEX] = slots[(to - 1) & INDEX]
-            to -= 1
-        slots[to & INDEX] = slot
-
-
-@decision(inline=True)
-def _look_again(state, geometry, step, work):
-    """Mark what is done SKIP, and HIT where a fill landed since; hold the experts which take part in this wave."""
-    layer = step.layer
-    num_shards = geometry.num_shards[layer]
-    num_hits = 0
-    nbytes = row_nbytes = 0.0
-    for i in range(step.num_experts):
-        key = geometry.first_shard[layer] + step.experts[i] * num_shards
-        takes_part = False
-        missing = 0
-        for j in range(num_shards):
-            at = i * num_shards + j
-            slot = state.slot_of[key + j]
-            if work.lane[at] != UNPLACED:
-                _mark(work.lane, work.slot, work.victim, work.run, at, SKIP, -1)
-                continue
-            takes_part = True
-            if slot < 0:
-                missing += 1
-                continue
-            _mark(work.lane, work.slot, work.victim, work.run, at, HIT, slot)
-            num_hits += 1
-            nbytes += geometry.shard_nbytes[layer, j]
-            row_nbytes += geometry.shard_nbytes[layer, j] * step.rows[i]
-        work.missing[i] = missing
-        if takes_part:
-            hold_expert(state, state.pool_of[layer], geometry.first_expert[layer] + step.experts[i])
-    work.num_hits[0] = num_hits
-    work.hits[0], work.hits[1] = nbytes, row_nbytes
-    if slot_price(state, state.pool_of[layer]) == NO_PRICE:
-        _empty_done(state, geometry, step, work)
-
-
-@decision(inline=True)
-def _empty_done(state, geometry, step, work):
-    """The step is larger than its pool: the slots of its own finished shards are all there is to take."""
-    num_shards = geometry.num_shards[step.layer]
-    first = geometry.first_shard[step.layer]
-    for at in range(step.num_experts * num_shards):
-        id_ = step.experts[at // num_shards]
-        slot = state.slot_of[first + id_ * num_shards + at % num_shards]
-        if work.lane[at] == SKIP and slot >= 0:
-            empty_slot(state, state.pool_of[step.layer], slot, geometry.first_expert[step.layer] + id_)
 
 
 @decision

@@ -1,409 +1,231 @@
 """Who serves which missing shard: the split over link and CPU that makes `cost.step_us` least.
 
-Missing shards are put in *link order*; the link gets a prefix and the CPU the rest. Every prefix length is tried,
-with the link's shards streamed and with them read in place. Why this is exact when all missing shards have the
-same bytes and rows: the step's cost then depends on which shards the link gets only through their count and the
-number of copies, and never falls with the number of copies. ``c`` shards cover at least as many runs as it takes
-of the longest ones to hold ``c`` shards; the prefix that takes the longest runs first covers just so many, so no
-other set of ``c`` shards is cheaper. With unequal rows and equal runs the same holds with the experts of most rows
-first, as long as the device's row work does not bound the step: of all sets of that count, the CPU then has the
-least row work. Using one kind of link lane is no loss where both their times are concave in the count (a fixed
-cost, and a rate that does not fall with more in flight): a sum of concave functions is least at an end.
+Missing shards are put in *link order* (`link_order`); the link gets a prefix and the CPU the rest, with the link's
+shards streamed (what finds no slot read in place) or all read in place. The best prefix is found without trying
+each. A longer prefix never makes link or device quicker and never makes the CPU slower, so each of both bounds the
+step from below: at the length where they cross the search begins, and goes up and down only as far as these bounds
+lie below the best. It returns what trying every length would.
+
+Why a prefix is exact when all missing shards have the same bytes and rows: the step's cost then depends on which
+shards the link gets only through their count and the number of copies, and never falls with the number of copies.
+``c`` shards cover at least as many runs as it takes of the longest ones to hold ``c`` shards; the prefix that takes
+the longest runs first covers just so many, so no other set of ``c`` shards is cheaper. With unequal rows and equal
+runs the same holds with the experts of most rows first, as long as the device's row work does not bound the step:
+of all sets of that count, the CPU then has the least row work. Using one kind of link lane is no loss where both
+their times are concave in the count (a fixed cost, and a rate that does not fall with more in flight): a sum of
+concave functions is least at an end.
 
 With unequal bytes (a short last shard) or rows, up to EXHAUSTIVE_SHARDS missing shards are split by trying all
-subsets. Above, the scan stays; with one row each it is within one shard's cost of the best split: the bytes of
-any optimum lie between those of two neighbouring prefixes. Above COARSE_SHARDS the scan strides and refines
-around its best, which loses at most a stride of shards (nothing where the cost has one valley).
+subsets (`subsets`). Above, the best prefix stays; with one row each it is within one shard's cost of the best split:
+the bytes of any optimum lie between those of two neighbouring prefixes.
 
 Among splits of nearly the same time (``slack_runs`` copies' fixed cost) the one wins which gives the link the
-experts with most expected reuse, since what crosses the link can stay. Residency is read here, never written.
+experts with most expected reuse, since what crosses the link can stay.
 """
 
 from __future__ import annotations
 
 from typing import NamedTuple
 
-import numpy as np
-from numpy.typing import NDArray
+from trilane.cost import Loads, both_us, cpu_us, device_us, link_us, longer, step_us, stream_us
+from trilane.expert import CPU, STREAM, ZERO_COPY, decision
+from trilane.link_order import entry_of, find_missing, list_entries, sort_experts, sum_sizes, sums_before, tally_missing
+from trilane.plan import EXHAUSTIVE_SHARDS, NUM_MISSING, allows
+from trilane.state import INDEX
+from trilane.subsets import is_uniform, list_shards, try_subsets
 
-from trilane.cost import Loads, cpu_us, step_us, zero_copy_us
-from trilane.expert import CPU, STREAM, UNPLACED, ZERO_COPY, decision
-from trilane.plan import EXHAUSTIVE_SHARDS, NUM_MISSING
-from trilane.residency import slot_price
-from trilane.state import HELD, INDEX
-
-COARSE_SHARDS = 16
 INFINITE = float("inf")
 
 
-class Step(NamedTuple):
-    """What one layer-step asks for: its unique routed experts and the rows of each."""
+class Split(NamedTuple):
+    """Of the missing shards in link order, the first are streamed, those up to ``linked`` read in place.
 
-    layer: int
-    experts: NDArray[np.int32]
-    rows: NDArray[np.int32]
-    num_experts: int
+    If ``subset`` is not negative, its bits say instead which shards take ``subset_lane`` (`subsets`).
+    """
+
+    streamed: int
+    linked: int
+    subset: int
+    subset_lane: int
 
 
-@decision(inline=True)
-def allows(options, lane):
-    """Whether a miss may take the lane."""
-    return (options.lanes >> lane) & 1 == 1
+class Prefix(NamedTuple):
+    """The first ``length`` shards in link order: their bytes, rows x bytes and runs."""
+
+    length: int
+    nbytes: float
+    row_nbytes: float
+    runs: float
 
 
 @decision(inline=True)
 def choose_split(state, geometry, rates, options, step, work):
-    """Write a lane for each missing shard into ``work.side``, by link order (`plan.Work`)."""
+    """The split of the missing shards, which stay listed in ``work`` in its link order (`plan.Work`)."""
     total = work.counts[NUM_MISSING]
-    slots = _refuse(state, geometry, options, step, work)
+    num_shards = geometry.num_shards[step.layer]
+    sum_sizes(geometry.shard_nbytes[step.layer], work.sizes, num_shards)
+    slots = tally_missing(state, geometry, options, step, work)
     slack = options.slack_runs * rates.run_fix_us
-    best = INFINITE
-    streamed = linked = limit = stretches = 0
-    _sum_sizes(geometry.shard_nbytes[step.layer], work.sizes, geometry.num_shards[step.layer])
-    for attempt in range(3):  # by reuse; longest runs first; by reuse again, if that had not been bettered
-        limit, stretches = _list_missing(state, geometry, step, work, slots, attempt == 1)
+    num = find_missing(step, work)
+    sorts_twice = allows(options, STREAM) and rates.run_fix_us != 0.0 and not _runs_equal(work, num)
+    best, streamed, linked = INFINITE, 0, 0
+    limit = entries = attempt = 0
+    while True:  # by reuse; most missing shards first; by reuse again, if that had not been bettered
+        sort_experts(step.rows, work.missing, work.reuse, work.order, num, attempt == 1)
+        entries, streamable = list_entries(geometry, step, work, num)
+        limit = min(streamable, slots)
         if attempt == 2:
             break
-        num_shards = geometry.num_shards[step.layer]
-        us, by_stream, by_link = _scan_prefixes(rates, options, step, work, num_shards, total, limit, stretches)
-        better = attempt == 0 or us < best - slack
-        if better:
+        known, known_linked = (best - slack, total) if attempt == 1 else (INFINITE, -1)
+        us, by_stream, by_link = _find_prefix(
+            rates, options, step, work, num_shards, total, entries, limit, known, known_linked
+        )
+        if by_stream >= 0:
             best, streamed, linked = us, by_stream, by_link
-        if attempt == 0:
-            if not allows(options, STREAM) or rates.run_fix_us == 0.0 or _runs_equal(step, work):
-                break
-        elif better:
+        if not sorts_twice or (attempt == 1 and by_stream >= 0):
             break
-    _write_prefix(options, work, total, streamed, linked)
+        attempt += 1
     if total <= EXHAUSTIVE_SHARDS and (limit == total or not allows(options, STREAM)):
-        if not _all_equal(geometry, step, work):
-            _spread_sums(geometry, step, work, stretches)
-            us, subset, lane = try_subsets(
-                rates, options, work.hits, work.nbytes, work.row_nbytes, work.runs, work.subset, total
-            )
+        if not is_uniform(geometry, step, work, num):
+            list_shards(step, work, num_shards, total)
+            us, subset, lane = try_subsets(rates, options, work.hits, work.few, work.subset, total)
             if us < best - slack:
-                _write_subset(work, total, subset, lane)
+                return Split(streamed, linked, subset, lane)
+    return Split(streamed, linked, -1, STREAM)
 
 
 @decision(inline=True)
-def _sum_sizes(shard_nbytes, sizes, num_shards):
-    nbytes = 0
-    for j in range(num_shards):
-        nbytes += shard_nbytes[j]
-        sizes[j + 1] = float(nbytes)
-
-
-@decision(inline=True)
-def _spread_sums(geometry, step, work, stretches):
-    """Sums of what lies before each stretch become sums of what lies before each shard (in place, so backwards)."""
-    num_shards = geometry.num_shards[step.layer]
-    for stretch in range(stretches - 1, -1, -1):
-        for length in range(work.bound[stretch + 1], work.bound[stretch], -1):
-            nbytes, rows, runs = _sums_before(step, work, num_shards, stretch, length)
-            work.nbytes[length], work.row_nbytes[length], work.runs[length] = nbytes, rows, runs
-
-
-@decision(inline=True)
-def _runs_equal(step, work):
+def _runs_equal(work, num):
     """Whether all experts that miss shards miss equally many."""
-    first = work.missing[work.order[0]]
-    for i in range(step.num_experts):
-        if work.missing[i] != 0 and work.missing[i] != first:
+    for k in range(1, num):
+        if work.missing[work.order[k] & INDEX] != work.missing[work.order[0] & INDEX]:
             return False
     return True
 
 
 @decision(inline=True)
-def _all_equal(geometry, step, work):
-    """Whether all missing shards have the same bytes and rows."""
-    num_shards = geometry.num_shards[step.layer]
-    nbytes = geometry.shard_nbytes[step.layer, work.entry[0] - work.who[0] * num_shards]
-    rows = step.rows[work.who[0]]
-    stretch = 0
-    while work.bound[stretch] < work.counts[NUM_MISSING]:
-        first = work.entry[stretch] - work.who[stretch] * num_shards
-        for j in range(first, first + work.bound[stretch + 1] - work.bound[stretch]):
-            if geometry.shard_nbytes[step.layer, j] != nbytes or step.rows[work.who[stretch]] != rows:
-                return False
-        stretch += 1
-    return True
+def _find_prefix(rates, options, step, work, num_shards, total, entries, limit, known, known_linked):
+    """(cost, streamed, linked) of the cheapest prefix; streamed is -1 if none betters what is known.
 
-
-@decision(inline=True)
-def _list_missing(state, geometry, step, work, slots, longest_first):
-    """Put the missing shards in link order, with sums; return how many may be streamed, and all stretches.
-
-    Shards that may not be streamed (a background fill is under way, or admission refuses) come last; ``slots``
-    can be had.
+    Of equal costs the longest prefix is taken (a known one had ``known_linked``), rather streamed than read in place.
     """
-    _order_experts(step.rows, work.missing, work.reuse, work.order, step.num_experts, longest_first)
-    streamable = count = stretch = 0
-    for blocked in range(2):
-        count, stretch = _append_missing(state, geometry, step, work, blocked, count, stretch)
-        if blocked == 0:
-            streamable = count
-        if count == work.counts[NUM_MISSING]:
-            break
-    return min(streamable, slots), stretch
-
-
-@decision(inline=True)
-def _append_missing(state, geometry, step, work, blocked, count, stretch):
-    """List the missing shards that are (not) blocked, expert by expert; return the new counts of both lists."""
-    layer = step.layer
-    num_shards = geometry.num_shards[layer]
-    none_fills = state.num_filling[state.pool_of[layer]] == 0
-    nbytes, row_nbytes, runs = work.nbytes[stretch], work.row_nbytes[stretch], work.runs[stretch]
-    for k in range(step.num_experts):
-        i = work.order[k] & INDEX
-        if work.missing[i] == 0:
-            break
-        key = geometry.first_shard[layer] + step.experts[i] * num_shards
-        rows = float(step.rows[i])
-        refused = work.refused[i] != 0
-        whole = none_fills and work.missing[i] == num_shards
-        if whole and refused != (blocked == 1):
-            continue
-        previous = -1
-        j = 0
-        while j < num_shards:
-            at = i * num_shards
-            end = num_shards if whole else _stretch_end(state, work, key, at, j, num_shards, refused, blocked)
-            if end == j:
-                j += 1
-                continue
-            work.entry[stretch], work.who[stretch], work.shard[stretch] = at + j, i, key + j
-            stretch += 1
-            count += end - j
-            nbytes += work.sizes[end] - work.sizes[j]
-            row_nbytes += (work.sizes[end] - work.sizes[j]) * rows
-            runs += 1.0 if j != previous else 0.0
-            work.bound[stretch] = count
-            work.nbytes[stretch], work.row_nbytes[stretch], work.runs[stretch] = nbytes, row_nbytes, runs
-            previous = j = end
-    return count, stretch
-
-
-@decision(inline=True)
-def _stretch_end(state, work, key, first, j, num_shards, refused, blocked):
-    """End of the stretch of missing shards that are (not) blocked, all or none of them being filled."""
-    start = j
-    filled = state.slot_of[key + j] < -1
-    while (
-        j < num_shards
-        and work.lane[first + j] == UNPLACED
-        and (state.slot_of[key + j] < -1) == filled
-        and (refused or filled) == (blocked == 1)
-    ):
-        j += 1
-    return max(j, start)
-
-
-@decision(inline=True)
-def _refuse(state, geometry, options, step, work):
-    """Mark experts whose score is below the cheapest victim's; return how many slots can be had.
-
-    The cheapest victim stands for all: taking slots asks again for each and falls back where it is refused.
-    """
-    pool = state.pool_of[step.layer]
-    first = geometry.first_expert[step.layer]
-    price = slot_price(state, pool)
-    asks = options.admit_by_score and options.lanes != 1 << STREAM
-    slots = state.first_slot[pool + 1] - state.first_slot[pool] - state.num_filling[pool]
-    for i in range(step.num_experts):
-        expert = first + step.experts[i]
-        work.refused[i] = asks and state.score[expert] < price
-        if state.flags[expert] & HELD:  # not what an earlier wave is done with
-            slots -= state.resident[expert]
-    return slots
-
-
-@decision
-def _order_experts(rows, missing, reuse, order, num_experts, longest_first):
-    """Shell sort: experts that miss nothing last, else most rows, (longest run,) most reuse first."""
-    for i in range(num_experts):
-        order[i] = i
-    gap = 1
-    while 12 * gap < num_experts:
-        gap = 3 * gap + 1
-    while gap > 0:
-        for k in range(gap, num_experts):
-            i = order[k & INDEX] & INDEX
-            at = k
-            while at >= gap and _precedes(rows, missing, reuse, i, order[(at - gap) & INDEX] & INDEX, longest_first):
-                order[at & INDEX] = order[(at - gap) & INDEX]
-                at -= gap
-            order[at & INDEX] = i
-        gap //= 3
-
-
-@decision(inline=True)
-def _precedes(rows, missing, reuse, a, b, longest_first):
-    if (missing[a] == 0) != (missing[b] == 0):
-        return missing[b] == 0
-    if rows[a] != rows[b]:
-        return rows[a] > rows[b]
-    if longest_first and missing[a] != missing[b]:
-        return missing[a] > missing[b]
-    if reuse[a] != reuse[b]:
-        return reuse[a] > reuse[b]
-    return a < b
-
-
-@decision(inline=True)
-def _sums_before(step, work, num_shards, stretch, length):
-    """Bytes, rows x bytes and runs of the first ``length`` shards, the last of which lies in the stretch."""
-    stretch &= INDEX
-    i = work.who[stretch] & INDEX
-    j = (work.entry[stretch] - i * num_shards) & INDEX
-    inside = length - work.bound[stretch]
-    more = work.sizes[(j + inside) & INDEX] - work.sizes[j]
-    runs = work.runs[stretch + 1] if inside > 0 else work.runs[stretch]
-    return work.nbytes[stretch] + more, work.row_nbytes[stretch] + more * step.rows[i], runs
-
-
-@decision(inline=True)
-def _stretch_of(work, length):
-    """The stretch in which the first ``length`` shards end."""
-    stretch = 0
-    while work.bound[stretch + 1] < length:
-        stretch += 1
-    return stretch
-
-
-@decision(inline=True)
-def _scan_prefixes(rates, options, step, work, num_shards, total, limit, stretches):
-    """(cost, streamed, linked) of the cheapest prefix split; ties give the link more."""
-    hits = work.hits[0], work.hits[1]
-    all_ = work.nbytes[stretches], work.row_nbytes[stretches]
-    most = _sums_before(step, work, num_shards, _stretch_of(work, limit), limit)
-    if options.lanes == 1 << STREAM:
-        loads = Loads(*hits, most[2], most[0], most[1], 0, 0.0, 0.0, 0, 0.0, 0.0)
-        return step_us(rates, loads), limit, limit
-    best, streamed, linked = INFINITE, -1, -1
-    low, high = 0, total
-    stride = (total + COARSE_SHARDS - 1) // COARSE_SHARDS
-    while True:
-        us, by_stream, by_link = _scan_range(
-            rates, options, step, work, num_shards, total, limit, hits, all_, most, low, high, stride, best
+    everything = Prefix(int(total), work.nbytes[entries], work.row_nbytes[entries], work.runs[entries])
+    floor = _least_rate(rates.zero_copy_us_per_byte)
+    best, streamed, linked = known, -1, known_linked
+    streams, reads = allows(options, STREAM), allows(options, ZERO_COPY)
+    low = 0 if allows(options, CPU) else total
+    while True:  # streamed as far as there are slots; then all read in place
+        length = limit if streams else 0
+        most = _prefix(step, work, num_shards, entry_of(work, length, 0), length)
+        if options.lanes == 1 << STREAM:
+            us = step_us(rates, _loads(work.hits, most, most, most))
+            return us, length if us < known or known_linked < 0 else -1, length
+        high = total if reads else length
+        cross, entry = _find_crossing(rates, step, work, num_shards, entries, everything, most, floor, low, high)
+        us, by_link = _search_from(
+            rates, step, work, num_shards, everything, most, floor, low, high, cross, entry, best, linked
         )
-        if by_link >= 0 and (us < best or linked < 0):
-            best, streamed, linked = us, by_stream, by_link
-        if stride == 1:
+        if by_link >= 0:
+            best, streamed, linked = us, min(by_link, length), by_link
+        if not streams or not reads:
             return best, streamed, linked
-        low, high, stride = max(0, linked - stride + 1), min(total, linked + stride - 1), 1
+        streams = False
 
 
 @decision(inline=True)
-def _scan_range(rates, options, step, work, num_shards, total, limit, hits, all_, most, low, high, stride, known):
-    """(cost, streamed, linked) of prefixes from ``high`` down, every ``stride``-th and ``low`` itself.
+def _find_crossing(rates, step, work, num_shards, entries, everything, most, floor, low, high):
+    """(the least length from which up the link side takes no less time than the CPU, its entry); else ``high``.
 
-    The lengths are -1 if none is below the ``known`` cost. A shorter prefix only adds to the CPU, so the scan ends
-    where the CPU alone takes as long as the best. ``hits``, ``all_`` missing shards and the ``most`` that may be
-    streamed are given as bytes, rows x bytes (and runs).
+    Bisects over the ends of entries, where all sums are at hand, then inside of one.
+    """
+    first, last = entry_of(work, low, 0), entry_of(work, high, entries - 1)
+    while low < high:
+        entry = (first + last) >> 1
+        middle = work.bound[entry + 1] if first < last else (low + high) >> 1
+        loads = _loads(work.hits, _prefix(step, work, num_shards, entry, middle), most, everything)
+        if _link_side_us(rates, loads, floor) >= _cpu_side_us(rates, loads):
+            high, last = middle, entry
+        else:
+            low, first = middle + 1, min(entry + 1, last)
+    return low, first
+
+
+@decision(inline=True)
+def _search_from(rates, step, work, num_shards, everything, most, floor, low, high, cross, entry, known, known_linked):
+    """(cost, length) of the best length from ``low`` to ``high``; the length is -1 if none betters what is known.
+
+    Up from the crossing the link side only grows, down from it the CPU, so each way ends where that alone takes as
+    long as the best. Of equal costs the longer prefix is better; that of the known one is ``known_linked``.
     """
     fixed = rates.step_fix_us + rates.miss_fix_us
-    best = known
-    best_streamed = best_linked = -1
-    length = high
-    stretch = _stretch_of(work, high)
-    while length >= low and (length == total or allows(options, CPU)):
-        while stretch > 0 and work.bound[stretch & INDEX] >= length:
-            stretch -= 1
-        nbytes, rows, runs = _sums_before(step, work, num_shards, stretch, length)
-        cpu = total - length, all_[0] - nbytes, all_[1] - rows
-        is_first = known == INFINITE and best_linked < 0
-        if not is_first and fixed + cpu_us(rates, *cpu) >= best:
-            break
-        if allows(options, STREAM):
-            if length <= limit:
-                us = step_us(rates, Loads(*hits, runs, nbytes, rows, 0, 0.0, 0.0, *cpu))
-                if us < best or is_first:
-                    best, best_streamed, best_linked = us, length, length
-                    is_first = False
-            elif allows(options, ZERO_COPY):
-                in_place = length - limit, nbytes - most[0], rows - most[1]
-                us = step_us(rates, Loads(*hits, most[2], most[0], most[1], *in_place, *cpu))
-                if us < best or is_first:
-                    best, best_streamed, best_linked = us, limit, length
-                    is_first = False
-        if length == 0 or allows(options, ZERO_COPY):
-            # Mostly the reads alone take longer than the best, which is soon told.
-            if is_first or fixed + zero_copy_us(rates, length, nbytes, 0.0) < best:
-                us = step_us(rates, Loads(*hits, 0.0, 0.0, 0.0, length, nbytes, rows, *cpu))
-                if us < best or is_first:
-                    best, best_streamed, best_linked = us, 0, length
-        length = length - stride if length == low or length - stride >= low else low
-    return best, best_streamed, best_linked
-
-
-@decision(inline=True)
-def _write_prefix(options, work, total, streamed, linked):
-    rest = UNPLACED if options.lanes == 1 << STREAM else CPU
-    for i in range(total):
-        work.side[i] = STREAM if i < streamed else (ZERO_COPY if i < linked else rest)
-
-
-@decision
-def try_subsets(rates, options, hits, nbytes, rows, runs, sums, total):
-    """(cost, subset, its lane) over all subsets for the link; bit ``total - 1 - i`` is shard ``i`` in link order.
-
-    Larger numbers come first and ties keep the first, so that the link gets the shards with most reuse.
-    """
-    _sum_subsets(nbytes, rows, runs, sums, total)
-    best = INFINITE
-    best_subset, best_lane = -1, STREAM
-    for subset in range((1 << total) - 1, -1, -1):
-        if subset != (1 << total) - 1 and not allows(options, CPU):
-            break
-        for lane in range(STREAM, ZERO_COPY + 1):
-            if subset != 0 and not allows(options, lane):
+    best, linked = known, known_linked
+    found = -1
+    length, way = cross, 1
+    while length >= low:
+        if length > high:
+            length, way = cross - 1, -1
+            continue
+        entry = entry_of(work, length, entry)
+        loads = _loads(work.hits, _prefix(step, work, num_shards, entry, length), most, everything)
+        if way > 0 and fixed + _link_side_us(rates, loads, floor) > best:
+            length, way = cross - 1, -1
+            continue
+        if way < 0:
+            cpu = fixed + _cpu_side_us(rates, loads)
+            both = fixed + both_us(rates, loads.stream_nbytes + loads.zero_copy_nbytes, loads.cpu_nbytes)
+            if longer(cpu, both) > best or (longer(cpu, both) == best and length <= linked):
+                length = -1 if cpu >= best else 0  # where memory is the limit only the CPU alone is left
                 continue
-            us = _subset_us(rates, hits, nbytes[total], rows[total], sums, total, subset, lane)
-            if us < best or best_subset < 0:
-                best, best_subset, best_lane = us, subset, lane
-    return best, best_subset, best_lane
+        us = step_us(rates, loads)
+        if us < best or (us == best and length > linked):
+            best, linked, found = us, length, length
+        length += way
+    return best, found
 
 
 @decision(inline=True)
-def _sum_subsets(nbytes, rows, runs, sums, total):
-    """Bytes, rows x bytes, runs and count of every subset, each from the one without its highest bit."""
-    for k in range(4):
-        sums[k, 0] = 0.0
-    for bit in range(total):
-        i = total - 1 - bit
-        joins = bit > 0 and runs[i + 2] == runs[i + 1]  # shard i + 1 continues shard i
-        for rest in range(1 << bit):
-            subset = rest | (1 << bit)
-            sums[0, subset] = sums[0, rest] + nbytes[i + 1] - nbytes[i]
-            sums[1, subset] = sums[1, rest] + rows[i + 1] - rows[i]
-            sums[2, subset] = sums[2, rest] + (0.0 if joins and (rest >> (bit - 1)) & 1 else 1.0)
-            sums[3, subset] = sums[3, rest] + 1.0
+def _prefix(step, work, num_shards, entry, length):
+    nbytes, row_nbytes, runs = sums_before(step, work, num_shards, entry, length)
+    return Prefix(int(length), nbytes, row_nbytes, runs)
 
 
 @decision(inline=True)
-def _subset_us(rates, hits, nbytes, rows, sums, total, subset, lane):
-    size, row_size, count = sums[0, subset], sums[1, subset], int(sums[3, subset])
-    streamed = lane == STREAM
-    return step_us(
-        rates,
-        Loads(
-            hits[0],
-            hits[1],
-            sums[2, subset] if streamed else 0.0,
-            size if streamed else 0.0,
-            row_size if streamed else 0.0,
-            0 if streamed else count,
-            0.0 if streamed else size,
-            0.0 if streamed else row_size,
-            total - count,
-            nbytes - size,
-            rows - row_size,
-        ),
+def _loads(hits, prefix, most, everything):
+    """Loads where the link gets a prefix, streams at ``most`` so much of it, and the CPU gets the rest."""
+    fits = prefix.length <= most.length
+    nbytes = prefix.nbytes if fits else most.nbytes
+    row_nbytes = prefix.row_nbytes if fits else most.row_nbytes
+    return Loads(
+        hits[0],
+        hits[1],
+        prefix.runs if fits else most.runs,
+        nbytes,
+        row_nbytes,
+        prefix.length - (prefix.length if fits else most.length),
+        prefix.nbytes - nbytes,
+        prefix.row_nbytes - row_nbytes,
+        everything.length - prefix.length,
+        everything.nbytes - prefix.nbytes,
+        everything.row_nbytes - prefix.row_nbytes,
     )
 
 
 @decision(inline=True)
-def _write_subset(work, total, subset, lane):
-    for i in range(total):
-        work.side[i] = lane if (subset >> (total - 1 - i)) & 1 else CPU
+def _link_side_us(rates, loads, floor):
+    """What link and device take at least: never less for a longer prefix, since in-place reads get the best rate."""
+    stream = stream_us(rates, loads.stream_runs, loads.stream_nbytes)
+    in_place = 0.0 if loads.zero_copy_shards == 0 else rates.zero_copy_fix_us + loads.zero_copy_nbytes * floor
+    return longer(link_us(rates, stream, in_place), device_us(rates, loads, in_place))
+
+
+@decision(inline=True)
+def _cpu_side_us(rates, loads):
+    return cpu_us(rates, loads.cpu_shards, loads.cpu_nbytes, loads.cpu_row_nbytes)
+
+
+@decision(inline=True)
+def _least_rate(curve):
+    least = curve[0]
+    for k in range(1, curve.size):
+        least = curve[k] if curve[k] < least else least
+    return least

@@ -1,0 +1,113 @@
+"""Which of a step's shards are there: the routed experts are held, and each shard is marked a hit or missing.
+
+`look_up` begins a step, `look_again` one more wave of it. No lanes are chosen here, and no slot is taken.
+"""
+
+from __future__ import annotations
+
+from trilane.eviction import count_use, hold_expert
+from trilane.expert import HIT, SKIP, UNPLACED, decision
+from trilane.residency import NO_PRICE, empty_slot, slot_price
+from trilane.state import INDEX
+
+
+@decision(inline=True)
+def look_up(state, geometry, step, work):
+    """Hold the experts, keep their scores from before this use, mark each shard HIT or UNPLACED."""
+    layer = step.layer
+    num_shards = geometry.num_shards[layer]
+    first = geometry.first_expert[layer]
+    count = geometry.first_expert[layer + 1] - first
+    _clear_marks(work.lane, work.slot, work.victim, work.run, step.num_experts * num_shards)
+    num_hits = nbytes = row_nbytes = 0
+    for i in range(step.num_experts):
+        if step.experts[i] < 0 or step.experts[i] >= count:
+            raise ValueError("an expert id is outside its layer: drop skipped ids before planning")
+        expert = (first + step.experts[i]) & INDEX
+        hold_expert(state, state.pool_of[layer], expert)
+        work.reuse[i] = state.score[expert]
+        count_use(state, expert)
+        work.missing[i] = num_shards - state.resident[expert]
+        if state.resident[expert] == 0:
+            continue
+        num_hits += int(state.resident[expert])
+        shard = geometry.first_shard[layer] + step.experts[i] * num_shards
+        size = 0
+        for j in range(num_shards):
+            slot = state.slot_of[(shard + j) & INDEX]
+            if slot >= 0:
+                at = (i * num_shards + j) & INDEX
+                work.lane[at] = HIT
+                work.slot[at] = slot
+                size += geometry.shard_nbytes[layer, j]
+        nbytes += size
+        row_nbytes += size * step.rows[i]
+    work.num_hits[0] = num_hits
+    work.hits[0], work.hits[1] = float(nbytes), float(row_nbytes)
+
+
+@decision(inline=True)
+def _clear_marks(lanes, slots, victims, runs, count):
+    """Loops over one array each, which become fills of memory."""
+    for at in range(count):
+        lanes[at] = UNPLACED
+    for at in range(count):
+        slots[at] = -1
+    for at in range(count):
+        victims[at] = -1
+    for at in range(count):
+        runs[at] = 0
+
+
+@decision(inline=True)
+def _mark(lanes, slots, victims, runs, at, lane, slot):
+    lanes[at] = lane
+    slots[at] = slot
+    victims[at] = -1
+    runs[at] = 0
+
+
+@decision(inline=True)
+def look_again(state, geometry, step, work):
+    """Mark what is done SKIP, and HIT where a fill landed since; hold the experts which take part in this wave."""
+    layer = step.layer
+    num_shards = geometry.num_shards[layer]
+    num_hits = 0
+    nbytes = row_nbytes = 0.0
+    for i in range(step.num_experts):
+        key = geometry.first_shard[layer] + step.experts[i] * num_shards
+        takes_part = False
+        missing = 0
+        for j in range(num_shards):
+            at = i * num_shards + j
+            slot = state.slot_of[key + j]
+            if work.lane[at] != UNPLACED:
+                _mark(work.lane, work.slot, work.victim, work.run, at, SKIP, -1)
+                continue
+            takes_part = True
+            if slot < 0:
+                missing += 1
+                continue
+            _mark(work.lane, work.slot, work.victim, work.run, at, HIT, slot)
+            num_hits += 1
+            nbytes += geometry.shard_nbytes[layer, j]
+            row_nbytes += geometry.shard_nbytes[layer, j] * step.rows[i]
+        work.missing[i] = missing
+        if takes_part:
+            hold_expert(state, state.pool_of[layer], geometry.first_expert[layer] + step.experts[i])
+    work.num_hits[0] = num_hits
+    work.hits[0], work.hits[1] = nbytes, row_nbytes
+    if slot_price(state, state.pool_of[layer]) == NO_PRICE:
+        _empty_done(state, geometry, step, work)
+
+
+@decision(inline=True)
+def _empty_done(state, geometry, step, work):
+    """The step is larger than its pool: the slots of its own finished shards are all there is to take."""
+    num_shards = geometry.num_shards[step.layer]
+    first = geometry.first_shard[step.layer]
+    for at in range(step.num_experts * num_shards):
+        id_ = step.experts[at // num_shards]
+        slot = state.slot_of[first + id_ * num_shards + at % num_shards]
+        if work.lane[at] == SKIP and slot >= 0:
+            empty_slot(state, state.pool_of[step.layer], slot, geometry.first_expert[step.layer] + id_)
