@@ -31,8 +31,8 @@ class Step(NamedTuple):
 
 
 @decision(inline=True)
-def tally_missing(state, geometry, options, step, work):
-    """Mark what may not be streamed BLOCKED, sum the rest by expert; return how many slots can be had.
+def block_missing(state, geometry, options, step, work):
+    """Mark what may not be streamed BLOCKED and take it out of the sums by expert; return how many slots can be had.
 
     Refused is an expert whose score is below the cheapest victim's. That one stands for all: taking slots asks again
     for each and falls back where it is refused.
@@ -49,17 +49,12 @@ def tally_missing(state, geometry, options, step, work):
         expert = (first + step.experts[i]) & INDEX
         if state.flags[expert] & HELD:  # not what an earlier wave is done with
             slots -= state.resident[expert]
-        if work.missing[i] == 0:
-            continue
         refused = asks and state.score[expert] < price
-        at = (i * num_shards) & INDEX
-        if refused or fills > 0:
+        if work.missing[i] > 0 and (refused or fills > 0):
+            at = i * num_shards
             _block(state.slot_of, work.lane, geometry.first_shard[layer], step.experts[i], at, num_shards, refused)
-        elif work.missing[i] == num_shards:
-            work.open[i], work.open_nbytes[i], work.open_runs[i] = num_shards, work.sizes[num_shards], 1.0
-            continue
-        sums = _sum_marked(work.lane, geometry.shard_nbytes[layer], at, num_shards, UNPLACED)
-        work.open[i], work.open_nbytes[i], work.open_runs[i] = sums
+            sums = _sum_marked(work.lane, geometry.shard_nbytes[layer], at, num_shards, UNPLACED)
+            work.open[i], work.open_nbytes[i], work.open_runs[i] = sums
     return slots
 
 
@@ -83,7 +78,7 @@ def _block(slot_of, lanes, first_shard, id_, at, num_shards, refused):
 
 @decision
 def _sum_marked(lanes, shard_nbytes, at, num_shards, mark):
-    """Count, bytes and runs of an expert's shards with this mark (without branches: none could be predicted)."""
+    """Count, bytes and runs of an expert's shards with this mark (without branches)."""
     count = nbytes = runs = before = 0
     for j in range(num_shards):
         is_in = int(lanes[(at + j) & INDEX] == mark)

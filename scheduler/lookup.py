@@ -13,11 +13,12 @@ from trilane.state import INDEX
 
 @decision(inline=True)
 def look_up(state, geometry, step, work):
-    """Hold the experts, keep their scores from before this use, mark each shard HIT or UNPLACED."""
+    """Hold the experts, keep their scores from before this use, mark each shard HIT or UNPLACED; sum both."""
     layer = step.layer
     num_shards = geometry.num_shards[layer]
     first = geometry.first_expert[layer]
     count = geometry.first_expert[layer + 1] - first
+    whole = work.sizes[num_shards]
     _clear_marks(work.lane, work.slot, work.victim, work.run, step.num_experts * num_shards)
     num_hits = nbytes = row_nbytes = 0
     for i in range(step.num_experts):
@@ -27,19 +28,24 @@ def look_up(state, geometry, step, work):
         hold_expert(state, state.pool_of[layer], expert)
         work.reuse[i] = state.score[expert]
         count_use(state, expert)
-        work.missing[i] = num_shards - state.resident[expert]
-        if state.resident[expert] == 0:
+        number = int(state.resident[expert])
+        work.missing[i] = work.open[i] = num_shards - number
+        work.open_nbytes[i], work.open_runs[i] = whole, 1.0
+        if number == 0:
             continue
-        num_hits += int(state.resident[expert])
+        num_hits += number
         shard = geometry.first_shard[layer] + step.experts[i] * num_shards
-        size = 0
-        for j in range(num_shards):
+        size = starts = before = 0
+        for j in range(num_shards):  # without branches: what is resident could not be foreseen
             slot = state.slot_of[(shard + j) & INDEX]
-            if slot >= 0:
-                at = (i * num_shards + j) & INDEX
-                work.lane[at] = HIT
-                work.slot[at] = slot
-                size += geometry.shard_nbytes[layer, j]
+            hits = int(slot >= 0)
+            at = (i * num_shards + j) & INDEX
+            work.lane[at] = HIT if hits else UNPLACED
+            work.slot[at] = slot if hits else -1
+            size += geometry.shard_nbytes[layer, j] * hits
+            starts += (1 - hits) & (1 - before)
+            before = 1 - hits
+        work.open_nbytes[i], work.open_runs[i] = whole - size, float(starts)
         nbytes += size
         row_nbytes += size * step.rows[i]
     work.num_hits[0] = num_hits
@@ -78,6 +84,7 @@ def look_again(state, geometry, step, work):
         key = geometry.first_shard[layer] + step.experts[i] * num_shards
         takes_part = False
         missing = 0
+        size = starts = 0.0
         for j in range(num_shards):
             at = i * num_shards + j
             slot = state.slot_of[key + j]
@@ -86,13 +93,16 @@ def look_again(state, geometry, step, work):
                 continue
             takes_part = True
             if slot < 0:
+                starts += 0.0 if j > 0 and work.lane[at - 1] == UNPLACED else 1.0
                 missing += 1
+                size += geometry.shard_nbytes[layer, j]
                 continue
             _mark(work.lane, work.slot, work.victim, work.run, at, HIT, slot)
             num_hits += 1
             nbytes += geometry.shard_nbytes[layer, j]
             row_nbytes += geometry.shard_nbytes[layer, j] * step.rows[i]
-        work.missing[i] = missing
+        work.missing[i] = work.open[i] = missing
+        work.open_nbytes[i], work.open_runs[i] = size, starts
         if takes_part:
             hold_expert(state, state.pool_of[layer], geometry.first_expert[layer] + step.experts[i])
     work.num_hits[0] = num_hits

@@ -11,7 +11,7 @@ from __future__ import annotations
 from trilane.cost import Loads, write_terms
 from trilane.eviction import advance_clock, count_hint, release_step, score_if_used
 from trilane.expert import CPU, HIT, STREAM, ZERO_COPY, decision
-from trilane.link_order import Step
+from trilane.link_order import Step, sum_sizes
 from trilane.lookup import look_again, look_up
 from trilane.placement import place_missing
 from trilane.plan import NUM_COPIES, NUM_MISSING, NUM_UNPLACED
@@ -65,6 +65,7 @@ def plan_step(state, geometry, rates, options, layer, experts, rows, num_experts
     """
     step = Step(layer, experts, rows, num_experts)
     release_step(state, geometry)
+    sum_sizes(geometry.shard_nbytes[layer], work.sizes, geometry.num_shards[layer])
     if is_wave:
         look_again(state, geometry, step, work)
     else:

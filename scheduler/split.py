@@ -29,7 +29,7 @@ from typing import NamedTuple
 
 from trilane.cost import Loads, both_us, cpu_us, device_us, link_us, longer, step_us, stream_us
 from trilane.expert import CPU, STREAM, ZERO_COPY, decision
-from trilane.link_order import entry_of, find_missing, list_entries, sort_experts, sum_sizes, sums_before, tally_missing
+from trilane.link_order import block_missing, entry_of, find_missing, list_entries, sort_experts, sums_before
 from trilane.plan import EXHAUSTIVE_SHARDS, NUM_MISSING, allows
 from trilane.state import INDEX
 from trilane.subsets import is_uniform, list_shards, try_subsets
@@ -63,9 +63,9 @@ def choose_split(state, geometry, rates, options, step, work):
     """The split of the missing shards, which stay listed in ``work`` in its link order (`plan.Work`)."""
     total = work.counts[NUM_MISSING]
     num_shards = geometry.num_shards[step.layer]
-    sum_sizes(geometry.shard_nbytes[step.layer], work.sizes, num_shards)
-    slots = tally_missing(state, geometry, options, step, work)
+    slots = block_missing(state, geometry, options, step, work)
     slack = options.slack_runs * rates.run_fix_us
+    floor = _least_rate(rates.zero_copy_us_per_byte)
     num = find_missing(step, work)
     sorts_twice = allows(options, STREAM) and rates.run_fix_us != 0.0 and not _runs_equal(work, num)
     best, streamed, linked = INFINITE, 0, 0
@@ -76,9 +76,9 @@ def choose_split(state, geometry, rates, options, step, work):
         limit = min(streamable, slots)
         if attempt == 2:
             break
-        known, known_linked = (best - slack, total) if attempt == 1 else (INFINITE, -1)
+        known, known_linked, near = (best - slack, total, linked) if attempt == 1 else (INFINITE, -1, -1)
         us, by_stream, by_link = _find_prefix(
-            rates, options, step, work, num_shards, total, entries, limit, known, known_linked
+            rates, options, step, work, num_shards, total, entries, limit, floor, near, known, known_linked
         )
         if by_stream >= 0:
             best, streamed, linked = us, by_stream, by_link
@@ -104,13 +104,13 @@ def _runs_equal(work, num):
 
 
 @decision(inline=True)
-def _find_prefix(rates, options, step, work, num_shards, total, entries, limit, known, known_linked):
+def _find_prefix(rates, options, step, work, num_shards, total, entries, limit, floor, near, known, known_linked):
     """(cost, streamed, linked) of the cheapest prefix; streamed is -1 if none betters what is known.
 
     Of equal costs the longest prefix is taken (a known one had ``known_linked``), rather streamed than read in place.
+    The search begins ``near`` that length, if it is not negative.
     """
     everything = Prefix(int(total), work.nbytes[entries], work.row_nbytes[entries], work.runs[entries])
-    floor = _least_rate(rates.zero_copy_us_per_byte)
     best, streamed, linked = known, -1, known_linked
     streams, reads = allows(options, STREAM), allows(options, ZERO_COPY)
     low = 0 if allows(options, CPU) else total
@@ -121,57 +121,55 @@ def _find_prefix(rates, options, step, work, num_shards, total, entries, limit, 
             us = step_us(rates, _loads(work.hits, most, most, most))
             return us, length if us < known or known_linked < 0 else -1, length
         high = total if reads else length
-        cross, entry = _find_crossing(rates, step, work, num_shards, entries, everything, most, floor, low, high)
+        if near < 0:
+            near = _guess_crossing(rates, work.hits, most, everything, floor)
+        start = max(low, min(high, near))
         us, by_link = _search_from(
-            rates, step, work, num_shards, everything, most, floor, low, high, cross, entry, best, linked
+            rates, step, work, num_shards, everything, most, floor, low, high, start, best, linked
         )
         if by_link >= 0:
             best, streamed, linked = us, min(by_link, length), by_link
+            near = linked
         if not streams or not reads:
             return best, streamed, linked
         streams = False
 
 
 @decision(inline=True)
-def _find_crossing(rates, step, work, num_shards, entries, everything, most, floor, low, high):
-    """(the least length from which up the link side takes no less time than the CPU, its entry); else ``high``.
-
-    Bisects over the ends of entries, where all sums are at hand, then inside of one.
-    """
-    first, last = entry_of(work, low, 0), entry_of(work, high, entries - 1)
-    while low < high:
-        entry = (first + last) >> 1
-        middle = work.bound[entry + 1] if first < last else (low + high) >> 1
-        loads = _loads(work.hits, _prefix(step, work, num_shards, entry, middle), most, everything)
-        if _link_side_us(rates, loads, floor) >= _cpu_side_us(rates, loads):
-            high, last = middle, entry
-        else:
-            low, first = middle + 1, min(entry + 1, last)
-    return low, first
+def _guess_crossing(rates, hits, most, everything, floor):
+    """About the length from which up the link side takes no less time than the CPU, were both straight lines."""
+    link = _link_side_us(rates, _loads(hits, everything, most, everything), floor)
+    cpu = cpu_us(rates, everything.length, everything.nbytes, everything.row_nbytes)
+    link_fix = rates.stream_fix_us + rates.stream_tail_us if most.length > 0 else rates.zero_copy_fix_us
+    if not link + cpu < INFINITE:
+        return 0 if link == INFINITE else everything.length
+    whole = longer(link - link_fix, 0.0) + longer(cpu - rates.cpu_fix_us, 0.0)
+    return int(everything.length * (longer(cpu - link_fix, 0.0) / whole if cpu - link_fix < whole else 1.0))
 
 
 @decision(inline=True)
-def _search_from(rates, step, work, num_shards, everything, most, floor, low, high, cross, entry, known, known_linked):
+def _search_from(rates, step, work, num_shards, everything, most, floor, low, high, start, known, known_linked):
     """(cost, length) of the best length from ``low`` to ``high``; the length is -1 if none betters what is known.
 
-    Up from the crossing the link side only grows, down from it the CPU, so each way ends where that alone takes as
+    Upwards the link side only grows, downwards the CPU, so each way from ``start`` ends where that alone takes as
     long as the best. Of equal costs the longer prefix is better; that of the known one is ``known_linked``.
     """
     fixed = rates.step_fix_us + rates.miss_fix_us
     best, linked = known, known_linked
     found = -1
-    length, way = cross, 1
+    entry = 0
+    length, way = start, 1
     while length >= low:
         if length > high:
-            length, way = cross - 1, -1
+            length, way = start - 1, -1
             continue
         entry = entry_of(work, length, entry)
         loads = _loads(work.hits, _prefix(step, work, num_shards, entry, length), most, everything)
         if way > 0 and fixed + _link_side_us(rates, loads, floor) > best:
-            length, way = cross - 1, -1
+            length, way = start - 1, -1
             continue
         if way < 0:
-            cpu = fixed + _cpu_side_us(rates, loads)
+            cpu = fixed + cpu_us(rates, loads.cpu_shards, loads.cpu_nbytes, loads.cpu_row_nbytes)
             both = fixed + both_us(rates, loads.stream_nbytes + loads.zero_copy_nbytes, loads.cpu_nbytes)
             if longer(cpu, both) > best or (longer(cpu, both) == best and length <= linked):
                 length = -1 if cpu >= best else 0  # where memory is the limit only the CPU alone is left
@@ -216,11 +214,6 @@ def _link_side_us(rates, loads, floor):
     stream = stream_us(rates, loads.stream_runs, loads.stream_nbytes)
     in_place = 0.0 if loads.zero_copy_shards == 0 else rates.zero_copy_fix_us + loads.zero_copy_nbytes * floor
     return longer(link_us(rates, stream, in_place), device_us(rates, loads, in_place))
-
-
-@decision(inline=True)
-def _cpu_side_us(rates, loads):
-    return cpu_us(rates, loads.cpu_shards, loads.cpu_nbytes, loads.cpu_row_nbytes)
 
 
 @decision(inline=True)
