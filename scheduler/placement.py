@@ -156,14 +156,7 @@ def _mark_copies(state, geometry, step, work, at, count, j):
 
 @decision
 def _sort_slots(slots, start, stop):
-    """Sort slots, so that neighbouring shards get neighbouring slots and make long copies.
-
-    Slots of one victim come last shard first, so a falling row is turned round before it is sorted.
-    """
-    if slots[start] > slots[stop - 1]:
-        for k in range((stop - start) // 2):
-            a, b = (start + k) & INDEX, (stop - 1 - k) & INDEX
-            slots[a], slots[b] = slots[b], slots[a]
+    """Sort slots, so that neighbouring shards get neighbouring slots and make long copies (most are sorted)."""
     for at in range(start + 1, stop):
         slot = slots[at & INDEX]
         to = at

@@ -65,10 +65,10 @@ def _take_free(state, pool, count, slots, at):
 
 @decision(inline=True)
 def _take_victim(state, geometry, pool, count, slots, at):
-    """Take up to ``count`` slots of the first victim, last shard first.
+    """Take up to ``count`` slots of the first victim, last shard first, and list them the other way round.
 
-    So shards that lie as a run from shard 0 stay such a run, and what must be fetched is one too. Of ``n`` resident
-    shards one lies at ``n - 1`` or above: in such a run just there, else not far.
+    So shards that lie as a run from shard 0 stay such a run, and what must be fetched is one too; slots mostly rise
+    with the shards. Of ``n`` resident shards one lies at ``n - 1`` or above: in such a run just there, else not far.
     """
     expert = int(state.heap[state.first_heap[pool]])
     first = int(first_shard_of(geometry, expert))
@@ -78,7 +78,7 @@ def _take_victim(state, geometry, pool, count, slots, at):
         shard = (first + left - 1 - k) & INDEX
         while state.slot_of[shard] < 0:
             shard = (shard + 1) & INDEX
-        slots[(at + k) & INDEX] = state.slot_of[shard]
+        slots[(at + number - 1 - k) & INDEX] = state.slot_of[shard]
         state.slot_of[shard] = -1
     state.resident[expert] = left - number
     if left == number:
