@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from trilane.expert import CPU, STREAM, UNPLACED, ZERO_COPY, decision
 from trilane.plan import NUM_COPIES, NUM_EVICTIONS, NUM_FILLS, NUM_MISSING, allows
-from trilane.residency import NO_PRICE, claim_slots, fill_slots
+from trilane.residency import NO_PRICE, claim_slots, fill_slot
 from trilane.state import INDEX
 
 
@@ -106,16 +106,42 @@ def _place_run(state, geometry, options, step, work, i, j, shard, lane, number):
         expert = geometry.first_expert[layer] + step.experts[i]
         score = state.score[expert] if asks else NO_PRICE
         taken = claim_slots(state, geometry, pool, score, number, work.slot, at)
-        if lane == STREAM and taken > 0:
+        if taken > 1:
             _sort_slots(work.slot, at, at + taken)
-            _mark_copies(state, geometry, step, work, at, taken, j)
-        work.counts[NUM_EVICTIONS] += fill_slots(state, expert, shard, work.slot, work.victim, at, taken)
-        work.counts[NUM_FILLS] += taken
+        _fill_run(state, geometry, step, work, at, shard, j, taken, lane == STREAM)
+        state.resident[expert] += taken
     if lane == STREAM:
         _give_lane(work, at, j, taken, step.rows[i], lane)
         at, j, number = at + taken, j + taken, number - taken
         lane = _without_slot(options)
-    _give_lane(work, at, j, number, step.rows[i], lane)
+    if number > 0:
+        _give_lane(work, at, j, number, step.rows[i], lane)
+
+
+@decision(inline=True)
+def _fill_run(state, geometry, step, work, at, shard, j, count, is_copied):
+    """Fill the claimed slots from index ``at`` up with ``count`` shards from ``shard`` up, shard ``j`` of its expert.
+
+    Notes victims, and marks copies: one goes on where slots are neighbours too and the shard before fills its own.
+    """
+    layer = step.layer
+    slot_nbytes = state.slot_nbytes[state.pool_of[layer]]
+    copy = copies = lost = 0
+    follower = -1
+    for k in range(count):  # without branches: slots are not foreseen
+        here = (at + k) & INDEX
+        slot = work.slot[here] & INDEX
+        victim = fill_slot(state, slot, shard + k)
+        work.victim[here] = victim
+        lost += int(victim >= 0)
+        is_next = int(slot == follower)
+        copy = copy * is_next + k * (1 - is_next)
+        copies += 1 - is_next
+        work.run[(at + copy) & INDEX] = k + 1 - copy if is_copied else 0
+        follower = slot + 1 if geometry.shard_nbytes[layer, (j + k) & INDEX] == slot_nbytes else -1
+    work.counts[NUM_COPIES] += copies if is_copied else 0
+    work.counts[NUM_EVICTIONS] += lost
+    work.counts[NUM_FILLS] += count
 
 
 @decision(inline=True)
@@ -123,7 +149,7 @@ def _give_lane(work, at, j, count, rows, lane):
     """Give ``count`` shards of one expert, from index ``at`` and its shard ``j`` up, a lane; count them in it."""
     for k in range(count):
         work.lane[(at + k) & INDEX] = lane
-    if count > 0 and lane >= 0:
+    if lane >= 0:
         nbytes = work.sizes[(j + count) & INDEX] - work.sizes[j & INDEX]
         _count_lane(work, lane, count, nbytes, nbytes * rows)
 
@@ -133,25 +159,6 @@ def _without_slot(options):
     if allows(options, ZERO_COPY):
         return ZERO_COPY
     return CPU if allows(options, CPU) else UNPLACED
-
-
-@decision(inline=True)
-def _mark_copies(state, geometry, step, work, at, count, j):
-    """Mark the copies of ``count`` shards from ``j`` up: a copy goes on where slots are neighbours too."""
-    layer = step.layer
-    slot_nbytes = state.slot_nbytes[state.pool_of[layer]]
-    copy = 0
-    copies = 1
-    work.run[at] = 1
-    for k in range(1, count):  # without branches: slots are not foreseen
-        here = (at + k) & INDEX
-        is_next = (work.slot[here] == work.slot[(here - 1) & INDEX] + 1) & (
-            geometry.shard_nbytes[layer, (j + k - 1) & INDEX] == slot_nbytes
-        )
-        copy = copy if is_next else k
-        copies += 0 if is_next else 1
-        work.run[(at + copy) & INDEX] = k + 1 - copy
-    work.counts[NUM_COPIES] += copies
 
 
 @decision

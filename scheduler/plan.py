@@ -102,7 +102,7 @@ class Work(NamedTuple):
     many of these may be streamed, with their bytes and runs (open, open_nbytes, open_runs); order. By entry of the link
     order (`link_order`): who, the how-manieth expert; mark, which of its shards; bound, where it starts in the order,
     and where the last one ends, with sums of what lies before (nbytes, row_nbytes, runs). Such sums by shard, if these
-    are few; bytes of the first shards of an expert (sizes); by subset.
+    are few; bytes of the first shards of an expert (sizes); how many experts miss so many shards (lengths); by subset.
     """
 
     lane: NDArray[np.int8]
@@ -132,6 +132,7 @@ class Work(NamedTuple):
     runs: NDArray[np.float64]
     few: NDArray[np.float64]
     sizes: NDArray[np.float64]
+    lengths: NDArray[np.int32]
     subset: NDArray[np.float64]
 
 
@@ -167,6 +168,7 @@ def make_work(geometry: Geometry, max_experts: int | None = None) -> Work:
         runs=np.zeros(2 * most + 1, np.float64),
         few=np.zeros((3, EXHAUSTIVE_SHARDS + 1), np.float64),
         sizes=np.zeros(geometry.shard_nbytes.shape[1] + 1, np.float64),
+        lengths=np.zeros(geometry.shard_nbytes.shape[1] + 1, np.int32),
         subset=np.zeros((4, 1 << EXHAUSTIVE_SHARDS), np.float64),
     )
 

@@ -29,7 +29,7 @@ def take_slots(state, geometry, pool, score, count, slots, victims, at):
     """Take up to ``count`` slots whose price is at most ``score``; returns how many.
 
     They are written to ``slots[at:]``, with the shards that lost them (-1: it was free) in ``victims[at:]``, and
-    belong to nobody until `fill_slots` or `reserve_slot`.
+    belong to nobody until `fill_slot` or `reserve_slot`.
     """
     taken = claim_slots(state, geometry, pool, score, count, slots, at)
     for k in range(at, at + taken):
@@ -87,21 +87,12 @@ def _take_victim(state, geometry, pool, count, slots, at):
 
 
 @decision(inline=True)
-def fill_slots(state, expert, shard, slots, victims, at, count):
-    """The claimed ``slots[at:]`` hold ``count`` shards of a held expert, from ``shard`` up.
-
-    Notes the shards that lost them in ``victims[at:]``, and returns how many there are.
-    """
-    lost = 0
-    for k in range(count):
-        slot = slots[(at + k) & INDEX] & INDEX
-        victim = state.owner[slot]
-        victims[(at + k) & INDEX] = victim
-        lost += victim >= 0
-        state.owner[slot] = shard + k
-        state.slot_of[(shard + k) & INDEX] = slot
-    state.resident[expert] += count
-    return lost
+def fill_slot(state, slot, shard):
+    """A claimed slot holds a shard of a held expert, whose ``resident`` the caller counts; returns the victim or -1."""
+    victim = state.owner[slot]
+    state.owner[slot] = shard
+    state.slot_of[shard & INDEX] = slot
+    return victim
 
 
 @decision(inline=True)

@@ -84,6 +84,10 @@ def choose_split(state, geometry, rates, options, step, work):
             best, streamed, linked = us, by_stream, by_link
         if not sorts_twice or (attempt == 1 and by_stream >= 0):
             break
+        if attempt == 0 and not _may_save(
+            rates, geometry, options, step, work, num, limit, linked, floor, best - slack
+        ):
+            break
         attempt += 1
     if total <= EXHAUSTIVE_SHARDS and (limit == total or not allows(options, STREAM)):
         if not is_uniform(geometry, step, work, num):
@@ -101,6 +105,56 @@ def _runs_equal(work, num):
         if work.missing[work.order[k] & INDEX] != work.missing[work.order[0] & INDEX]:
             return False
     return True
+
+
+@decision(inline=True)
+def _may_save(rates, geometry, options, step, work, num, limit, linked, floor, known):
+    """Whether fewer copies could bring the step below ``known``; ``linked`` is the best length in the order by reuse.
+
+    With equal bytes and rows, orders differ in nothing but copies. Below the least length at which the CPU is quick
+    enough no order helps; from there up the link side takes no less than with the fewest copies that hold so much.
+    """
+    num_shards = geometry.num_shards[step.layer]
+    nbytes, rows = work.sizes[1], step.rows[work.order[0] & INDEX]
+    if work.sizes[num_shards] != num_shards * nbytes or rows != step.rows[work.order[num - 1] & INDEX]:
+        return True
+    for j in range(1, num_shards):
+        if work.sizes[j] != j * nbytes:
+            return True
+    total = work.counts[NUM_MISSING]
+    known -= rates.step_fix_us + rates.miss_fix_us
+    length = linked
+    serves = allows(options, CPU)  # else every order has the same length
+    while serves and length > 0 and _rest_us(rates, total - length + 1, nbytes, rows) < known:
+        length -= 1
+    while serves and length < total and _rest_us(rates, total - length, nbytes, rows) >= known:
+        length += 1
+    streamed = min(length, limit)
+    most = Prefix(streamed, streamed * nbytes, streamed * nbytes * rows, _fewest_runs(work, num, num_shards, streamed))
+    prefix = Prefix(length, length * nbytes, length * nbytes * rows, most.runs)
+    return _link_side_us(rates, _loads(work.hits, prefix, most, prefix), floor) < known
+
+
+@decision(inline=True)
+def _rest_us(rates, count, nbytes, rows):
+    return cpu_us(rates, count, count * nbytes, count * nbytes * rows)
+
+
+@decision(inline=True)
+def _fewest_runs(work, num, num_shards, count):
+    """How many runs ``count`` of the shards that may be streamed have at least: one for each expert, fullest first."""
+    for length in range(num_shards + 1):
+        work.lengths[length] = 0
+    for k in range(num):
+        work.lengths[work.open[work.order[k] & INDEX] & INDEX] += 1
+    runs = 0.0
+    length = num_shards
+    while length > 0 and count > 0:
+        for _ in range(work.lengths[length & INDEX]):
+            runs += 1.0 if count > 0 else 0.0
+            count -= length
+        length -= 1
+    return runs
 
 
 @decision(inline=True)

@@ -21,7 +21,10 @@ SETUPTOOLS = PROJECT["tool"]["setuptools"]
 FOLDERS = {"scheduler": "trilane"} | {name: f"trilane.{name}" for name in ("cpu_kernels", "gpu_kernels", "probes")}
 
 # The decision files: functions over plain arrays. They know no kernel, no device and no thread.
-DECISIONS = {"expert", "cost", "profile", "plan", "split", "residency", "eviction", "state", "planner"}
+DECISIONS = {
+    *("expert", "cost", "profile", "plan", "state", "eviction", "residency"),
+    *("lookup", "link_order", "split", "subsets", "placement", "planner"),
+}
 LEAVES = {"jit", "errors"}
 # Who may import whom, as prefixes of module names below "trilane."; the first rule that fits a module counts.
 # The rest (engine, store, stats, devices, command line, integrations) may import everything.
