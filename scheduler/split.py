@@ -19,7 +19,8 @@ With unequal bytes (a short last shard) or rows, up to EXHAUSTIVE_SHARDS missing
 subsets (`subsets`). Above, the best prefix stays; with one row each it is within one shard's cost of the best split:
 the bytes of any optimum lie between those of two neighbouring prefixes.
 
-Among splits of nearly the same time (``slack_runs`` copies' fixed cost) the one wins which gives the link the
+Two orders are tried, by reuse and with most missing shards first; the second only where copies that it could save
+might gain enough. Among splits of nearly the same time (``slack_runs`` copies' fixed cost) the one wins which gives the link the
 experts with most expected reuse, since what crosses the link can stay.
 """
 
@@ -122,17 +123,17 @@ def _may_save(rates, geometry, options, step, work, num, limit, linked, floor, k
         if work.sizes[j] != j * nbytes:
             return True
     total = work.counts[NUM_MISSING]
-    known -= rates.step_fix_us + rates.miss_fix_us
+    fixed = rates.step_fix_us + rates.miss_fix_us  # added as `step_us` adds it, so that both round alike
     length = linked
     serves = allows(options, CPU)  # else every order has the same length
-    while serves and length > 0 and _rest_us(rates, total - length + 1, nbytes, rows) < known:
+    while serves and length > 0 and fixed + _rest_us(rates, total - length + 1, nbytes, rows) < known:
         length -= 1
-    while serves and length < total and _rest_us(rates, total - length, nbytes, rows) >= known:
+    while serves and length < total and fixed + _rest_us(rates, total - length, nbytes, rows) >= known:
         length += 1
     streamed = min(length, limit)
     most = Prefix(streamed, streamed * nbytes, streamed * nbytes * rows, _fewest_runs(work, num, num_shards, streamed))
     prefix = Prefix(length, length * nbytes, length * nbytes * rows, most.runs)
-    return _link_side_us(rates, _loads(work.hits, prefix, most, prefix), floor) < known
+    return fixed + _link_side_us(rates, _loads(work.hits, prefix, most, prefix), floor) < known
 
 
 @decision(inline=True)

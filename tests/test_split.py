@@ -167,7 +167,7 @@ def plain_scan(geometry, rates, missing, rows, lanes, limit, places):
 )
 def test_the_search_finds_what_a_scan_of_prefixes_finds(rates, missing, rows, sizes, lanes, slots, slack, on_device):
     """The same cost, the same lanes and the same choice of order, also where slots are short or lanes share cores."""
-    rates = rates._replace(zero_copy_on_device=in_device)
+    rates = rates._replace(zero_copy_on_device=on_device)
     rows, geometry = rows[: len(missing)], make_geometry([6], [sizes])
     scans = [
         plain_scan(geometry, rates, missing, rows, lanes, slots, plain_order(missing, rows, longest_first))
