@@ -19,9 +19,9 @@ With unequal bytes (a short last shard) or rows, up to EXHAUSTIVE_SHARDS missing
 subsets (`subsets`). Above, the best prefix stays; with one row each it is within one shard's cost of the best split:
 the bytes of any optimum lie between those of two neighbouring prefixes.
 
-Two orders are tried, by reuse and with most missing shards first; the second only where copies that it could save
-might gain enough. Among splits of nearly the same time (``slack_runs`` copies' fixed cost) the one wins which gives the link the
-experts with most expected reuse, since what crosses the link can stay.
+Two orders are tried, by reuse and with most missing shards first; the second only where the copies that it could
+save might gain enough. Among splits of nearly the same time (``slack_runs`` copies' fixed cost) the one wins which
+gives the link the experts with most expected reuse, since what crosses the link can stay.
 """
 
 from __future__ import annotations
