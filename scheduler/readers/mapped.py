@@ -107,8 +107,19 @@ class MappedFile:
         self.map.madvise(option, start, offset + nbytes - start)
 
     def fetch(self, offset: int, nbytes: int) -> None:
-        """Have the system read a range that will be needed soon."""
-        self._advise("MADV_WILLNEED", offset, nbytes)
+        """Have the system read a range that will be needed soon, unless it seems to be in memory.
+
+        Going through the pages of a range takes a tenth of the time to copy it, so one page is asked for first.
+        """
+        if not self._is_cached(offset + nbytes // 2):
+            self._advise("MADV_WILLNEED", offset, nbytes)
+
+    def _is_cached(self, offset: int) -> bool:
+        """Whether a byte can be had without waiting for the disk; False where the system cannot say."""
+        try:
+            return os.preadv(self._fd, [bytearray(1)], offset, os.RWF_NOWAIT) == 1
+        except (AttributeError, OSError):
+            return False
 
     def drop(self, offset: int, nbytes: int) -> None:
         """Give up the process's hold on the pages of a range; the system's own cache of the file stays."""
