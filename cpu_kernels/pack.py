@@ -31,6 +31,7 @@ from trilane.cpu_kernels.words import copy_bytes
 from trilane.jit import compiled
 
 TILE_ROWS = 128  # of down: about 100 KB of source rows, which stay in a core's cache
+LONGEST_INLINE = 256  # bytes of a piece
 GATE, UP, DOWN = 0, 1, 2  # the matrix of a record
 # Columns of a program. A record copies ``rows`` rows of ``pieces`` pieces of ``piece`` bytes.
 MATRIX, SOURCE, SOURCE_STRIDE, TARGET, TARGET_STRIDE, ROWS, PIECES, SOURCE_STEP, TARGET_STEP, PIECE = range(10)
@@ -171,7 +172,7 @@ def run_program(program, ends, gate, up, down, out):
             continue
         source_step, target_step = record[SOURCE_STEP], record[TARGET_STEP]
         for _ in range(rows):
-            if piece == 32:  # a loop for each small size: a call for 32 bytes costs more than to move them
+            if piece == 32:  # a loop for each small size: a call costs more than to move so few bytes
                 for k in range(pieces):
                     _copy32(target + k * target_step, source + k * source_step)
             elif piece == 16:
@@ -183,6 +184,10 @@ def run_program(program, ends, gate, up, down, out):
             elif piece == 1:
                 for k in range(pieces):
                     _copy1(target + k * target_step, source + k * source_step)
+            elif piece <= LONGEST_INLINE and piece % 16 == 0:
+                for k in range(pieces):
+                    for byte in range(0, piece, 16):
+                        _copy16(target + k * target_step + byte, source + k * source_step + byte)
             else:
                 for k in range(pieces):
                     copy_bytes(target + k * target_step, source + k * source_step, piece)

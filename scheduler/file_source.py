@@ -105,14 +105,20 @@ class FileLayer:
             self._files.files[path].check_unchanged()
         for matrix in self._matrices.values():
             matrix.fetch(expert)
-        rows = {name: matrix.rows(expert) for name, matrix in self._matrices.items()}
-        addresses = [address_of(rows[name]) if name in rows else 0 for name in MATRICES]
+        converted = {name: m.rows(expert) for name, m in self._matrices.items() if not m.is_direct}
+        addresses = [
+            address_of(converted[name]) if name in converted else self._address_in_file(name, expert)
+            for name in MATRICES
+        ]
         self._packer.pack(out, *addresses)
         if self._biases:
             biases = [self._biases[name].values(expert) if name in self._biases else None for name in MATRICES]
             pack_biases(self.layout, out, biases)
         for matrix in self._matrices.values():
             matrix.drop(expert)
+
+    def _address_in_file(self, name: str, expert: int) -> int:
+        return self._matrices[name].address(expert) if name in self._matrices else 0
 
 
 def _unsupported(tensor: TensorInfo) -> StoreError:
@@ -150,8 +156,21 @@ class MatrixReader:
         tensor, offset, nbytes = self._part(tensors, expert)
         return self._files.files[tensor.path].bytes[offset : offset + nbytes]
 
+    @property
+    def is_direct(self) -> bool:
+        """Whether the file's own bytes are what is wanted, in one piece for each expert."""
+        source = self._source
+        in_pieces = source.scales or source.transposed or source.row_step != 1
+        return self.format is self._stored and not in_pieces
+
+    def address(self, expert: int) -> int:
+        """Where one expert's rows lie in memory; only if they are direct."""
+        tensor, offset, _ = self._part(self._source.tensors, expert)
+        first = self._source.first_row * self._stored.row_source_nbytes(self._source.columns)
+        return self._files.files[tensor.path].address + offset + first
+
     def rows(self, expert: int) -> UInt8Array:
-        """(rows, row bytes) uint8, contiguous: a view of the file where nothing has to be done."""
+        """(rows, row bytes) uint8, contiguous: converted, where they are not direct."""
         source = self._source
         if source.scales:
             found = self._join_mxfp4(expert)

@@ -7,6 +7,8 @@ are read: what remains is a file that shrinks within the microseconds of one cop
 
 from __future__ import annotations
 
+import ctypes
+import functools
 import mmap
 import os
 import stat
@@ -53,6 +55,14 @@ class TensorInfo:
         return f"tensor {self.name!r} ({self.format}, {self.shape}) of {self.path}"
 
 
+@functools.cache
+def _madvise() -> Any:
+    """The system's call. That of :mod:`mmap` keeps the interpreter lock, so that other threads would wait for it."""
+    call = ctypes.CDLL(None).madvise
+    call.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
+    return call
+
+
 class MappedFile:
     """A file mapped read-only. The mapping lives as long as the object or a view of its bytes.
 
@@ -83,6 +93,7 @@ class MappedFile:
         except OSError as error:
             raise ModelFileError(f"{path}: cannot be mapped ({error}); copy it to a local disk") from error
         self.bytes: NDArray[np.uint8] = np.frombuffer(self.map, np.uint8)
+        self.address = int(self.bytes.ctypes.data)
 
     def check_unchanged(self) -> None:
         """Raise ModelFileError if the file is not what it was when it was mapped."""
@@ -104,7 +115,7 @@ class MappedFile:
         if option is None or nbytes == 0:
             return
         start = offset // PAGE_NBYTES * PAGE_NBYTES
-        self.map.madvise(option, start, offset + nbytes - start)
+        _madvise()(self.address + start, offset + nbytes - start, option)
 
     def fetch(self, offset: int, nbytes: int) -> None:
         """Have the system read a range that will be needed soon, unless it seems to be in memory.
