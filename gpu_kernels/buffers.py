@@ -53,8 +53,6 @@ def buffer_sizes(
         "hits": list_nbytes(max_items(num_experts, num_shards, max_rows, top_k)),
         "lane": 4 * scratch,
         "h": F32_BLOCK_NBYTES * scratch,
-        "h_records": RECORD_NBYTES * scratch,
-        "h_bad": 4 * scratch,
         "parts": 4 * scratch * hidden,
         "state": HEADER_NBYTES,
     }

@@ -14,6 +14,7 @@ DEV i64 id_of(const Step& step, int entry) {
   return step.id_nbytes == 8 ? ((const i64*)step.ids)[entry] : (i64)((const int*)step.ids)[entry];
 }
 
+template <bool ALL_HERE>  // every part is in `parts`
 DEV float sum_shards(const Layer& layer, const Step& step, int position, int column) {
   float acc[8] = {0, 0, 0, 0, 0, 0, 0, 0};
   int first = position * layer.num_shards;
@@ -22,39 +23,68 @@ DEV float sum_shards(const Layer& layer, const Step& step, int position, int col
     for (int i = 0; i < 8; i++) {
       if (shard + i >= layer.num_shards) continue;
       int part = first + shard + i;
-      const float* parts = __ldcg(step.lane + part) ? step.parts : step.cpu_parts;
+      const float* parts = ALL_HERE || __ldcg(step.lane + part) ? step.parts : step.cpu_parts;
       acc[i] += __ldcg(parts + (i64)part * layer.hidden + column);
     }
   }
   return ((acc[0] + acc[4]) + (acc[2] + acc[6])) + ((acc[1] + acc[5]) + (acc[3] + acc[7]));
 }
 
-DEV float expert_output(const Layer& layer, const Step& step, int entry, int position, int column) {
-  float out = sum_shards(layer, step, position, column);
-  if (!layer.down_bias) return out;
-  return out + layer.down_bias[id_of(step, entry) * layer.hidden + column];
+// What a block knows of a token before its parts are there: positions, weights, experts of COMBINE_RANKS entries.
+struct Ranks {
+  int position[COMBINE_RANKS];
+  float weight[COMBINE_RANKS];
+  int expert[COMBINE_RANKS];
+};
+
+DEV void load_ranks(const Step& step, int token, int first, Ranks& ranks) {
+  int rank = threadIdx.x, entry = token * step.top_k + first + rank;
+  if (rank >= COMBINE_RANKS) return;
+  bool real = first + rank < step.top_k;
+  ranks.position[rank] = real ? step.position_of[entry] : -1;
+  ranks.weight[rank] = real ? step.weights[entry] : 0.0f;
+  ranks.expert[rank] = real ? (int)id_of(step, entry) : 0;
 }
 
-DEV void combine_columns(const Layer& layer, const Step& step, int token, int chunk) {
+// The part of a rank's sum that comes after: `y` over COMBINE_RANKS experts in rank order.
+DEV float add_ranks(const Ranks& ranks, const float (*outs)[DOWN_CHUNK], int at, bool bad, float y) {
+  for (int rank = 0; rank < COMBINE_RANKS; rank++) {
+    if (ranks.position[rank] < 0) continue;
+    y = bad ? canonical_nan() : __fmaf_rn(ranks.weight[rank], outs[rank][at], y);
+  }
+  return y;
+}
+
+template <bool ALL_HERE>
+DEV void sum_experts(const Layer& layer, const Step& step, const Ranks& ranks, float (*outs)[DOWN_CHUNK], int column) {
+  int at = threadIdx.x % DOWN_CHUNK, parts = blockDim.x / DOWN_CHUNK;
+#pragma unroll 4
+  for (int rank = threadIdx.x / DOWN_CHUNK; rank < COMBINE_RANKS; rank += parts) {
+    int position = ranks.position[rank];
+    if (position < 0 || column >= layer.hidden) continue;
+    float out = sum_shards<ALL_HERE>(layer, step, position, column);
+    outs[rank][at] = layer.down_bias ? out + layer.down_bias[(i64)ranks.expert[rank] * layer.hidden + column] : out;
+  }
+}
+
+// All 256 threads. `wait` returns once the parts are there; what does not depend on them is read before.
+template <bool ALL_HERE, class Wait>
+DEV void combine_columns(const Layer& layer, const Step& step, int token, int chunk, const Wait& wait) {
   __shared__ float outs[COMBINE_RANKS][DOWN_CHUNK];
-  int at = threadIdx.x % DOWN_CHUNK, column = chunk * DOWN_CHUNK + at, part = threadIdx.x / DOWN_CHUNK;
-  int parts = blockDim.x / DOWN_CHUNK;
-  bool inside = column < layer.hidden, bad = step.row_bad[token] != 0 || step.state->failed == step.state->clock;
+  __shared__ Ranks ranks;
+  int at = threadIdx.x % DOWN_CHUNK, column = chunk * DOWN_CHUNK + at;
+  bool bad = step.row_bad[token] != 0, failed = false;
   float y = 0;
   for (int first = 0; first < step.top_k; first += COMBINE_RANKS) {
-#pragma unroll 4
-    for (int rank = part; rank < COMBINE_RANKS; rank += parts) {
-      if (first + rank >= step.top_k || !inside) continue;
-      int entry = token * step.top_k + first + rank, position = __ldcg(step.position_of + entry);
-      if (position >= 0) outs[rank][at] = expert_output(layer, step, entry, position, column);
-    }
+    load_ranks(step, token, first, ranks);
+    if (first == 0) wait();
     __syncthreads();
-    for (int rank = 0; part == 0 && inside && rank < COMBINE_RANKS && first + rank < step.top_k; rank++) {
-      int entry = token * step.top_k + first + rank;
-      if (__ldcg(step.position_of + entry) < 0) continue;
-      y = bad ? canonical_nan() : __fmaf_rn(step.weights[entry], outs[rank][at], y);
-    }
+    if (first == 0) failed = !ALL_HERE && *(const volatile u32*)&step.state->failed == step.state->clock;
+    sum_experts<ALL_HERE>(layer, step, ranks, outs, column);
+    __syncthreads();
+    y = add_ranks(ranks, outs, at, bad || failed, y);
     __syncthreads();
   }
-  if (part == 0 && inside) store_element((u8*)step.out + token * step.out_stride, step.out_element, column, y);
+  if (threadIdx.x < DOWN_CHUNK && column < layer.hidden)
+    store_element((u8*)step.out + token * step.out_stride, step.out_element, column, y);
 }

@@ -11,7 +11,7 @@ template <class Weights> struct FloatFormat {
   struct Piece { const u8* w; int steps; };
   typedef FloatX X;
 
-  template <bool STREAM> static __device__ __forceinline__ Piece load(const u8* main, const u8*, int block, int t, int columns) {
+  static __device__ __forceinline__ Piece load(const u8* main, const u8*, int block, int t, int columns) {
     int left = columns - BLOCK * block;
     return {main + (BLOCK * block + 8 * t) * Weights::NBYTES, left < BLOCK ? left / 32 : 8};
   }

@@ -8,9 +8,8 @@ struct q4_k {
   struct Piece { uint4 head, low, high; };
   struct X { uint4 a[4]; int sums; float d; };
 
-  template <bool STREAM> static __device__ __forceinline__ Piece load(const u8* main, const u8*, int block, int t, int) {
+  static __device__ __forceinline__ Piece load(const u8* main, const u8*, int block, int t, int) {
     const uint4* w = (const uint4*)(main + block * 144);
-    if (STREAM) return {__ldcs(w), __ldcs(w + 1 + 2 * t), __ldcs(w + 2 + 2 * t)};
     return {w[0], w[1 + 2 * t], w[2 + 2 * t]};
   }
 

@@ -8,11 +8,10 @@ struct q6_k {
   struct Piece { uint4 low, high, pairs, scales; u16 d; };
   struct X { uint4 a[4]; int sums[4]; float d; };
 
-  template <bool STREAM> static __device__ __forceinline__ Piece load(const u8* main, const u8* side, int block, int t, int) {
+  static __device__ __forceinline__ Piece load(const u8* main, const u8* side, int block, int t, int) {
     const uint4* w = (const uint4*)(main + block * 208);
     int at = 4 * (t >> 1) + (t & 1), pairs = 8 + 2 * (t >> 1) + (t & 1);
     u16 d = ((const u16*)side)[block];
-    if (STREAM) return {__ldcs(w + at), __ldcs(w + at + 2), __ldcs(w + pairs), __ldcs(w + 12), d};
     return {w[at], w[at + 2], w[pairs], w[12], d};
   }
 

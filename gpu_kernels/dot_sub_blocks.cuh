@@ -31,7 +31,7 @@ struct q8_0 {
   struct Piece { uint4 w[4]; u16 d[2]; bool has[2]; };
   typedef SubBlockX X;
 
-  template <bool STREAM> static __device__ __forceinline__ Piece load(const u8* main, const u8* side, int block, int t, int columns) {
+  static __device__ __forceinline__ Piece load(const u8* main, const u8* side, int block, int t, int columns) {
     Piece k = {};
 #pragma unroll
     for (int half = 0; half < 2; half++) {
@@ -39,8 +39,8 @@ struct q8_0 {
       k.has[half] = 32 * j < columns;
       if (!k.has[half]) continue;
       const uint4* w = (const uint4*)(main + 32 * j);
-      k.w[2 * half] = STREAM ? __ldcs(w) : w[0];
-      k.w[2 * half + 1] = STREAM ? __ldcs(w + 1) : w[1];
+      k.w[2 * half] = w[0];
+      k.w[2 * half + 1] = w[1];
       k.d[half] = ((const u16*)side)[j];
     }
     return k;
@@ -60,7 +60,7 @@ struct mxfp4 {
   struct Piece { uint4 w[2]; u8 e[2]; bool has[2]; };
   typedef SubBlockX X;
 
-  template <bool STREAM> static __device__ __forceinline__ Piece load(const u8* main, const u8* side, int block, int t, int columns) {
+  static __device__ __forceinline__ Piece load(const u8* main, const u8* side, int block, int t, int columns) {
     Piece k = {};
 #pragma unroll
     for (int half = 0; half < 2; half++) {
@@ -68,7 +68,7 @@ struct mxfp4 {
       k.has[half] = 32 * j < columns;
       if (!k.has[half]) continue;
       const uint4* w = (const uint4*)(main + 16 * j);
-      k.w[half] = STREAM ? __ldcs(w) : w[0];
+      k.w[half] = w[0];
       k.e[half] = side[j];
     }
     return k;

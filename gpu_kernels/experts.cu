@@ -1,10 +1,12 @@
 // experts_hit, experts_plan: the shards of a work list, from the records of their rows to their parts of the output.
 //
-// Grid: max_items * UP_CHUNKS blocks that each multiply the gate and up rows of UP_CHUNK neurons, then max_items * down
-// chunks blocks that each make DOWN_CHUNK columns of one shard's part; 256 threads. A down block loads its weights,
-// then waits for its shard's records, which the last of the shard's up blocks writes. Blocks start in the order of
-// their index, so what a block waits for runs or has run. Each weight is read once for one row; rows of a batch read
-// it again from the caches (VRAM) or shared memory (staged). About 2 flops a weight and row.
+// Grid: max_items * UP_CHUNKS blocks that each multiply the gate and up rows of UP_CHUNK neurons, max_items * down
+// chunks blocks that each make DOWN_CHUNK columns of one shard's part and, for hits, a block for each row and DOWN_CHUNK
+// columns of the output; 256 threads. Weights go through shared memory: coalesced asynchronous copies, everything in
+// flight at once, each byte read once for all rows, and stored into a slot from there if it is to be filled. A block
+// starts its copies first and then waits for what blocks of a lower index make (flags in Progress hold the step's
+// clock, so they need no reset). Blocks start in the order of their index, so what a block waits for runs or has
+// run. About 2 flops a weight and row.
 //
 // GATE_FORMAT, UP_FORMAT and DOWN_FORMAT are defined when this is compiled; GATE_FORMAT may be `none`.
 #include "combine.cuh"
@@ -20,8 +22,7 @@ typedef DOWN_FORMAT DownFormat;
 template <class A, class B> struct Same { static constexpr bool value = false; };
 template <class A> struct Same<A, A> { static constexpr bool value = true; };
 constexpr bool HAS_GATE = !Same<GateFormat, none>::value;
-constexpr int WARPS = 8, PAIR = 1;  // neurons that a warp has at a time
-constexpr int HIT_BLOCKS = DownFormat::INT8 && UpFormat::INT8 ? 3 : 1;  // on a multiprocessor, at least
+constexpr int WARPS = 8, HIDDEN_ROWS = 4;  // rows of h that a down block has at a time
 
 struct Work {
   Item item;
@@ -34,57 +35,47 @@ struct Rows {  // planes of a matrix, from the row that the caller counts from 0
   int stride, side_stride;
 };
 
+DEV const u8* main_row(const Rows& rows, int i) { return rows.main + i * rows.stride; }
+DEV const u8* side_row(const Rows& rows, int i) { return rows.side + i * rows.side_stride; }
+
 // ------------------------------------------------------------------------------------------------ dots
 // N rows by one warp: eight blocks at a time, four lanes each, so a lane group is an accumulator.
-template <class F, int N, bool STAGED>
-DEV void dot_rows(const u8* const main[N], const u8* const side[N], const void* x, int columns, int lane, float out[N]) {
+template <class F, int N>
+DEV void dot_rows(const Rows rows[N], int i, const void* x, int columns, int lane, float out[N]) {
   int nb = (columns + BLOCK - 1) / BLOCK, g = lane >> 2, t = lane & 3;
   float acc[N];
 #pragma unroll
-  for (int i = 0; i < N; i++) acc[i] = 0;
+  for (int j = 0; j < N; j++) acc[j] = 0;
   for (int first = 0; first < nb; first += 8) {
     bool live = first + g < nb;
     int block = live ? first + g : 0;
-    typename F::Piece pieces[N];
-#pragma unroll
-    for (int i = 0; i < N; i++) pieces[i] = F::template load<!STAGED>(main[i], side[i], block, t, columns);
     typename F::X at = F::load_x(x, block, t, columns);
 #pragma unroll
-    for (int i = 0; i < N; i++) {
-      float v = F::value(pieces[i], at, t);
-      if (live) acc[i] += v;
+    for (int j = 0; j < N; j++) {
+      typename F::Piece piece = F::load(main_row(rows[j], i), side_row(rows[j], i), block, t, columns);
+      float v = F::value(piece, at, t);
+      if (live) acc[j] += v;
     }
   }
 #pragma unroll
-  for (int i = 0; i < N; i++) {
-    for (int half = 16; half >= 4; half /= 2) acc[i] += __shfl_xor_sync(FULL, acc[i], half);
-    out[i] = acc[i];
+  for (int j = 0; j < N; j++) {
+    for (int half = 16; half >= 4; half /= 2) acc[j] += __shfl_xor_sync(FULL, acc[j], half);
+    out[j] = acc[j];
   }
 }
 
-DEV const u8* main_row(const Rows& rows, int i) { return rows.main + (i64)i * rows.stride; }
-DEV const u8* side_row(const Rows& rows, int i) { return rows.side + (i64)i * rows.side_stride; }
-
-// Gate and up values of PAIR neurons: all rows at once where both matrices have one format.
-template <bool STAGED>
-DEV void dot_pair(const Rows& gate, const Rows& up, int i, const void* gate_x, const void* up_x, int columns, int lane,
-                  float g[PAIR], float u[PAIR]) {
-  const u8 *main[2 * PAIR], *side[2 * PAIR];
-#pragma unroll
-  for (int j = 0; j < PAIR; j++) {
-    main[j] = main_row(up, i + j), side[j] = side_row(up, i + j);
-    main[PAIR + j] = HAS_GATE ? main_row(gate, i + j) : main[j];
-    side[PAIR + j] = HAS_GATE ? side_row(gate, i + j) : side[j];
-  }
-  float out[2 * PAIR];
+// Gate and up value of a neuron, at once where both matrices have one format.
+DEV void dot_neuron(const Rows& gate, const Rows& up, int i, const void* gate_x, const void* up_x, int columns, int lane,
+                    float& g, float& u) {
+  const Rows both[2] = {gate, up};
+  float out[2] = {0, 0};
   if constexpr (Same<GateFormat, UpFormat>::value) {
-    dot_rows<UpFormat, 2 * PAIR, STAGED>(main, side, up_x, columns, lane, out);
+    dot_rows<UpFormat, 2>(both, i, up_x, columns, lane, out);
   } else {
-    dot_rows<UpFormat, PAIR, STAGED>(main, side, up_x, columns, lane, out);
-    if (HAS_GATE) dot_rows<GateFormat, PAIR, STAGED>(main + PAIR, side + PAIR, gate_x, columns, lane, out + PAIR);
+    dot_rows<UpFormat, 1>(both + 1, i, up_x, columns, lane, out + 1);
+    if (HAS_GATE) dot_rows<GateFormat, 1>(both, i, gate_x, columns, lane, out);
   }
-#pragma unroll
-  for (int j = 0; j < PAIR; j++) u[j] = out[j], g[j] = HAS_GATE ? out[PAIR + j] : 0.0f;
+  g = out[0], u = out[1];
 }
 
 template <class F> DEV const void* records_of(const Step& step, int token, int nb) {
@@ -93,238 +84,202 @@ template <class F> DEV const void* records_of(const Step& step, int token, int n
 }
 
 // --------------------------------------------------------------------------------------------- staging
-// Coalesced 16-byte reads, several in flight, to shared memory and to the slot that is being filled.
-DEV void stage(u8* shared, const u8* from, u8* fill, int nbytes) {
-  constexpr int FLIGHT = 6;
-  const uint4* source = (const uint4*)from;
-  int words = nbytes / 16;
-  for (int first = threadIdx.x; first < words; first += FLIGHT * blockDim.x) {
-    uint4 v[FLIGHT];
-#pragma unroll
-    for (int j = 0; j < FLIGHT; j++) {
-      int at = first + j * blockDim.x;
-      if (at < words) v[j] = __ldcs(source + at);
-    }
-#pragma unroll
-    for (int j = 0; j < FLIGHT; j++) {
-      int at = first + j * blockDim.x;
-      if (at >= words) continue;
-      if (shared) ((uint4*)shared)[at] = v[j];
-      if (fill) ((uint4*)fill)[at] = v[j];
-    }
-  }
+struct Span {  // rows of a plane: where they lie in the shard, and in shared memory
+  u8* shared;
+  i64 offset;
+  int nbytes;
+};
+
+// Rows `first` to `first + count` of a plane; none if the shard has no such plane.
+DEV Span span_of(u8* shared, int plane, int stride, int first, int count) {
+  return {shared, plane + (i64)first * stride, plane < 0 ? 0 : count * stride};
 }
 
-DEV u8* filled(const Item& item, i64 offset) { return item.fill ? item.fill + offset : nullptr; }
+DEV u8* behind(const Span& span) { return span.shared + span.nbytes; }
 
-// Rows `first` to `first + count` of a plane to shared memory; returns where the next plane goes.
-DEV u8* stage_rows(u8* shared, const Item& item, int plane, int stride, int first, int count) {
-  if (plane < 0) return shared;
-  i64 offset = plane + (i64)first * stride;
-  stage(shared, item.weights + offset, filled(item, offset), count * stride);
-  return shared + count * stride;
+DEV void stage(const Item& item, const Span& span) {
+  for (int at = 16 * threadIdx.x; at < span.nbytes; at += 16 * blockDim.x)
+    copy16(span.shared + at, item.weights + span.offset + at);
+}
+
+DEV void fill(const Item& item, const Span& span) {
+  if (!item.fill) return;
+  for (int at = 16 * threadIdx.x; at < span.nbytes; at += 16 * blockDim.x)
+    *(uint4*)(item.fill + span.offset + at) = *(const uint4*)(span.shared + at);
 }
 
 // ----------------------------------------------------------------------------------------- gate and up
-// One neuron in each of the first PAIR lanes: biases, the gate, h.
-DEV void write_hidden(const Layer& layer, const Step& step, const Work& work, const ShardPlace& place, int position,
-                      int neuron, int lane, const float g[PAIR], const float u[PAIR]) {
-  if (lane >= PAIR) return;
-  float gate = g[0], up = u[0];
-#pragma unroll
-  for (int j = 1; j < PAIR; j++)
-    if (lane == j) gate = g[j], up = u[j];
-  int n = neuron + lane;
-  if (place.up_bias >= 0) up += ((const float*)(work.item.weights + place.up_bias))[n];
-  if (HAS_GATE && place.gate_bias >= 0) gate += ((const float*)(work.item.weights + place.gate_bias))[n];
-  i64 at = (i64)position * layer.num_shards + work.item.shard;
-  step.h[at * BLOCK + n] = activate(layer.gate_kind, layer.alpha, layer.limit, gate, up);
-}
-
-// Neurons `first` to `first + count` of the shard; row 0 of the planes is neuron `first`.
-template <bool STAGED>
+// Neurons `first` to `first + count` of the shard, one warp each; row 0 of the planes is neuron `first`.
 DEV void multiply_up(const Layer& layer, const Step& step, const Work& work, const ShardPlace& place, const Rows& gate,
                      const Rows& up, int first, int count) {
   int warp = threadIdx.x / 32, lane = threadIdx.x % 32, nb = (layer.hidden + BLOCK - 1) / BLOCK;
   for (int row = 0; row < work.item.num_rows; row++) {
     int position = work.item.first_position + row, token = step.token_of[position];
     const void *gate_x = records_of<GateFormat>(step, token, nb), *up_x = records_of<UpFormat>(step, token, nb);
-    for (int i = warp * PAIR; i < count; i += WARPS * PAIR) {
-      float g[PAIR], u[PAIR];
-      dot_pair<STAGED>(gate, up, i, gate_x, up_x, layer.hidden, lane, g, u);
-      write_hidden(layer, step, work, place, position, first + i, lane, g, u);
+    float* h = step.h + ((i64)position * layer.num_shards + work.item.shard) * BLOCK;
+    for (int i = warp; i < count; i += WARPS) {
+      float g, u;
+      dot_neuron(gate, up, i, gate_x, up_x, layer.hidden, lane, g, u);
+      if (lane != 0) continue;
+      int n = first + i;
+      if (place.up_bias >= 0) u += ((const float*)(work.item.weights + place.up_bias))[n];
+      if (HAS_GATE && place.gate_bias >= 0) g += ((const float*)(work.item.weights + place.gate_bias))[n];
+      h[n] = activate(layer.gate_kind, layer.alpha, layer.limit, g, u);
     }
   }
 }
 
-DEV void multiply_up_in_place(const Layer& layer, const Step& step, const Work& work, const ShardPlace& place) {
-  int first = work.task * UP_CHUNK;
-  const u8* w = work.item.weights;
-  Rows gate = {w + place.gate_main + (i64)first * layer.gate_stride, w + place.gate_side + (i64)first * layer.gate_side_stride,
-               layer.gate_stride, layer.gate_side_stride};
-  Rows up = {w + place.up_main + (i64)first * layer.up_stride, w + place.up_side + (i64)first * layer.up_side_stride,
-             layer.up_stride, layer.up_side_stride};
-  multiply_up<false>(layer, step, work, place, gate, up, first, UP_CHUNK);
+// The records of the first row, to the nearest cache while weights are on their way.
+DEV void prefetch_records(const Layer& layer, const Step& step, const Work& work) {
+  int nb = (layer.hidden + BLOCK - 1) / BLOCK, token = step.token_of[work.item.first_position];
+  const u8* records = (const u8*)records_of<UpFormat>(step, token, nb);
+  int nbytes = nb * (UpFormat::INT8 ? RECORD : 4 * BLOCK);
+  for (int at = 128 * threadIdx.x; at < nbytes; at += 128 * blockDim.x) prefetch(records + at);
 }
 
-// The same through shared memory: the side planes of all the chunk's rows, then main rows as many as fit.
-DEV void multiply_up_staged(const Layer& layer, const Step& step, const Work& work, const ShardPlace& place, u8* shared,
-                            int tile) {
+// Side planes of all the chunk's rows, then main rows as many as fit.
+DEV void multiply_up_chunk(const Layer& layer, const Step& step, const Work& work, const ShardPlace& place, u8* shared,
+                           int tile) {
+  const Item& item = work.item;
   int first = work.task * UP_CHUNK;
-  u8* up_side = stage_rows(shared, work.item, place.gate_side, layer.gate_side_stride, first, UP_CHUNK);
-  u8* mains = stage_rows(up_side, work.item, place.up_side, layer.up_side_stride, first, UP_CHUNK);
+  Span gate_side = span_of(shared, place.gate_side, layer.gate_side_stride, first, UP_CHUNK);
+  Span up_side = span_of(behind(gate_side), place.up_side, layer.up_side_stride, first, UP_CHUNK);
+  stage(item, gate_side);
+  stage(item, up_side);
   for (int i = 0; i < UP_CHUNK; i += tile) {
-    u8* up_main = stage_rows(mains, work.item, place.gate_main, layer.gate_stride, first + i, tile);
-    stage_rows(up_main, work.item, place.up_main, layer.up_stride, first + i, tile);
+    Span gate_main = span_of(behind(up_side), place.gate_main, layer.gate_stride, first + i, tile);
+    Span up_main = span_of(behind(gate_main), place.up_main, layer.up_stride, first + i, tile);
+    stage(item, gate_main);
+    stage(item, up_main);
+    if (i == 0) prefetch_records(layer, step, work);
+    copies_done();
     __syncthreads();
-    Rows gate = {mains, shared + i * layer.gate_side_stride, layer.gate_stride, layer.gate_side_stride};
-    Rows up = {up_main, up_side + i * layer.up_side_stride, layer.up_stride, layer.up_side_stride};
-    multiply_up<true>(layer, step, work, place, gate, up, first + i, tile);
+    Rows gate = {gate_main.shared, gate_side.shared + i * layer.gate_side_stride, layer.gate_stride, layer.gate_side_stride};
+    Rows up = {up_main.shared, up_side.shared + i * layer.up_side_stride, layer.up_stride, layer.up_side_stride};
+    multiply_up(layer, step, work, place, gate, up, first + i, tile);
+    fill(item, gate_main);
+    fill(item, up_main);
     __syncthreads();
   }
+  fill(item, gate_side);
+  fill(item, up_side);
 }
 
-// All threads of the shard's last up block: h of each row to its down record, one warp a row.
-DEV void finish_hidden(const Layer& layer, const Step& step, const Work& work, int neurons) {
-  int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-  for (int row = warp; row < work.item.num_rows; row += WARPS) {
-    i64 at = (i64)(work.item.first_position + row) * layer.num_shards + work.item.shard;
-    float* h = step.h + at * BLOCK;
-    float v[8];
-    bool bad = false;
-    for (int i = 0; i < 8; i++) {
-      int n = 8 * lane + i;
-      v[i] = n < neurons ? __ldcg(h + n) : 0.0f;
-      bad |= (__float_as_uint(v[i]) & 0x7fffffffu) >= INFINITY_BITS;
-    }
-    if (DownFormat::INT8)
-      write_record(v, step.h_records + at * RECORD, lane);
-    else
-      for (int i = 0; i < 8; i++)
-        if (8 * lane + i >= neurons) h[8 * lane + i] = 0.0f;
-    bad = __any_sync(FULL, bad);
-    if (lane == 0) step.h_bad[at] = bad;
-  }
+// Streamed shards: until the bytes are there. Every thread hears whether they are.
+DEV bool bytes_are_there(const Step& step, const Work& work) {
+  __shared__ int go;
+  if (!work.item.flag) return true;
+  if (threadIdx.x == 0) go = wait_for(step, work.item.flag, work.item.flag_value);
+  __syncthreads();
+  if (!go && threadIdx.x == 0) fail(step, work.clock, ERROR_ABORTED);
+  return go;
 }
+
+DEV int up_chunks_of(const ShardPlace& place) { return (place.neurons + UP_CHUNK - 1) / UP_CHUNK; }
 
 template <bool PLAN>
 DEV void run_up(const Layer& layer, const Step& step, const Progress& progress, const Work& work, int index, u8* shared,
                 int tile) {
-  __shared__ int go, last;
   const ShardPlace& place = layer.place[work.item.shard == layer.num_shards - 1];
-  int chunks = (place.neurons + UP_CHUNK - 1) / UP_CHUNK;
-  if (work.task >= chunks) return;
-  if (PLAN) {
-    if (threadIdx.x == 0) go = !work.item.flag || wait_for(step, work.item.flag, work.item.flag_value);
-    __syncthreads();
-    if (!go && threadIdx.x == 0) fail(step, work.clock, ERROR_ABORTED);
-  }
-  if (PLAN && go && work.item.staged)
-    multiply_up_staged(layer, step, work, place, shared, tile);
-  else if (!PLAN || go)
-    multiply_up_in_place(layer, step, work, place);
-  __threadfence();
+  if (work.task >= up_chunks_of(place)) return;
+  if (!PLAN || bytes_are_there(step, work)) multiply_up_chunk(layer, step, work, place, shared, tile);
   __syncthreads();
-  if (threadIdx.x == 0) last = atomicAdd(progress.done + index, 1u) == (u32)chunks - 1;
-  __syncthreads();
-  if (!last) return;
-  __threadfence();
-  finish_hidden(layer, step, work, place.neurons);
-  __threadfence();
-  __syncthreads();
-  if (threadIdx.x != 0) return;
-  progress.done[index] = 0;
-  store_release_gpu(progress.ready + index, work.clock);
+  if (threadIdx.x == 0) store_release_gpu(progress.hidden + index * UP_CHUNKS + work.task, work.clock);
 }
 
 // ------------------------------------------------------------------------------------------------ down
-constexpr int DOWN_GROUPS = WARPS * 8, DOWN_PASSES = DOWN_CHUNK / DOWN_GROUPS;  // four lanes a row
+struct HiddenRows {  // h of up to HIDDEN_ROWS rows as the down matrix takes it
+  alignas(16) u8 row[HIDDEN_ROWS][DownFormat::INT8 ? RECORD : 4 * BLOCK];
+  int bad[HIDDEN_ROWS];
+};
 
-// Columns `first` to `first + count` of the part, for all rows; row 0 of the planes is column `first`.
-template <bool STAGED>
-DEV void multiply_down(const Layer& layer, const Step& step, const Work& work, const ShardPlace& place,
-                       const Rows& down, const u32* ready, int first, int count) {
-  int group = threadIdx.x / 4, t = threadIdx.x & 3;
-  typename DownFormat::Piece pieces[DOWN_PASSES];
+// Rows `first` and on, one warp each: quantised, or padded with zeros.
+DEV void make_hidden_rows(const Layer& layer, const Step& step, const Work& work, int neurons, int first, HiddenRows& rows) {
+  int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+  if (warp >= HIDDEN_ROWS || first + warp >= work.item.num_rows) return;
+  const float* h = step.h + ((i64)(work.item.first_position + first + warp) * layer.num_shards + work.item.shard) * BLOCK;
+  float v[8];
+  bool bad = false;
 #pragma unroll
-  for (int i = 0; i < DOWN_PASSES; i++) {
-    int row = min(group + i * DOWN_GROUPS, count - 1);
-    pieces[i] = DownFormat::template load<!STAGED>(main_row(down, row), side_row(down, row), 0, t, place.neurons);
+  for (int i = 0; i < 8; i++) {
+    int n = 8 * lane + i;
+    v[i] = n < neurons ? __ldcg(h + n) : 0.0f;
+    bad |= (__float_as_uint(v[i]) & 0x7fffffffu) >= INFINITY_BITS;
   }
-  if (threadIdx.x == 0) wait_for_block(ready, work.clock);
-  __syncthreads();
-  for (int row = 0; row < work.item.num_rows; row++) {
-    i64 at = (i64)(work.item.first_position + row) * layer.num_shards + work.item.shard;
-    const void* x = DownFormat::INT8 ? (const void*)(step.h_records + at * RECORD) : (const void*)(step.h + at * BLOCK);
-    typename DownFormat::X piece = DownFormat::load_x(x, 0, t, place.neurons);
-    bool bad = step.h_bad[at] != 0;
-#pragma unroll
-    for (int i = 0; i < DOWN_PASSES; i++) {
-      float v = DownFormat::value(pieces[i], piece, t) + 0.0f;
-      int column = group + i * DOWN_GROUPS;
-      if (t == 0 && column < count) step.parts[at * layer.hidden + first + column] = bad ? canonical_nan() : v;
+  if (DownFormat::INT8)
+    write_record(v, rows.row[warp], lane);
+  else
+    for (int i = 0; i < 8; i++) ((float*)rows.row[warp])[8 * lane + i] = v[i];
+  bad = __any_sync(FULL, bad);
+  if (lane == 0) rows.bad[warp] = bad;
+}
+
+// Columns `first` to `first + count` of the parts of some rows, four lanes a column; row 0 of the planes is `first`.
+DEV void multiply_down(const Layer& layer, const Step& step, const Work& work, int neurons, const Rows& down,
+                       const HiddenRows& hidden, int first, int count, int first_row) {
+  int group = threadIdx.x / 4, t = threadIdx.x & 3, rows = min(HIDDEN_ROWS, work.item.num_rows - first_row);
+  for (int base = 0; base < count; base += 8 * WARPS) {
+    int i = min(base + group, count - 1);
+    typename DownFormat::Piece piece = DownFormat::load(main_row(down, i), side_row(down, i), 0, t, neurons);
+    for (int row = 0; row < rows; row++) {
+      i64 at = (i64)(work.item.first_position + first_row + row) * layer.num_shards + work.item.shard;
+      typename DownFormat::X x = DownFormat::load_x(hidden.row[row], 0, t, neurons);
+      float v = DownFormat::value(piece, x, t) + 0.0f;
+      if (t == 0 && base + group < count)
+        step.parts[at * layer.hidden + first + i] = hidden.bad[row] ? canonical_nan() : v;
     }
   }
 }
 
-DEV void multiply_down_in_place(const Layer& layer, const Step& step, const Work& work, const ShardPlace& place,
-                                const u32* ready, int first, int count) {
-  const u8* w = work.item.weights;
-  Rows down = {w + place.down_main + (i64)first * place.down_stride, w + place.down_side + (i64)first * place.down_side_stride,
-               place.down_stride, place.down_side_stride};
-  multiply_down<false>(layer, step, work, place, down, ready, first, count);
-}
-
-DEV void multiply_down_staged(const Layer& layer, const Step& step, const Work& work, const ShardPlace& place,
-                              const u32* ready, int first, int count, u8* shared, int tile) {
-  u8* mains = stage_rows(shared, work.item, place.down_side, place.down_side_stride, first, count);
-  for (int i = 0; i < count; i += tile) {
-    int rows = min(tile, count - i);
-    stage_rows(mains, work.item, place.down_main, place.down_stride, first + i, rows);
+// The side plane of all the chunk's columns, then main rows as many as fit; h once the up blocks have made it.
+DEV void multiply_down_chunk(const Layer& layer, const Step& step, const Work& work, const ShardPlace& place,
+                             const u32* made, u8* shared, int tile) {
+  __shared__ HiddenRows hidden;
+  const Item& item = work.item;
+  int first = work.task * DOWN_CHUNK, columns = min(DOWN_CHUNK, layer.hidden - first);
+  Span side = span_of(shared, place.down_side, place.down_side_stride, first, columns);
+  stage(item, side);
+  for (int i = 0; i < columns; i += tile) {
+    int count = min(tile, columns - i);
+    Span main = span_of(behind(side), place.down_main, place.down_stride, first + i, count);
+    stage(item, main);
+    if (i == 0 && threadIdx.x < 32) wait_for_blocks(made, up_chunks_of(place), 1, work.clock);
+    copies_done();
     __syncthreads();
-    Rows down = {mains, shared + i * place.down_side_stride, place.down_stride, place.down_side_stride};
-    multiply_down<true>(layer, step, work, place, down, ready, first + i, rows);
+    Rows down = {main.shared, side.shared + i * place.down_side_stride, place.down_stride, place.down_side_stride};
+    for (int row = 0; row < item.num_rows; row += HIDDEN_ROWS) {
+      make_hidden_rows(layer, step, work, place.neurons, row, hidden);
+      __syncthreads();
+      multiply_down(layer, step, work, place.neurons, down, hidden, first + i, count, row);
+      __syncthreads();
+    }
+    fill(item, main);
     __syncthreads();
   }
-  if (work.task == 0 && work.item.fill)  // biases and padding, behind the matrices
-    stage(nullptr, work.item.weights + place.tail, work.item.fill + place.tail, place.nbytes - place.tail);
+  fill(item, side);
 }
 
-// Without misses: the block that makes the last part of some columns combines them.
-DEV void combine_if_last(const Layer& layer, const Step& step, const Progress& progress, const Work& work, int count) {
-  __shared__ int last;
-  if (!combines_at_once(step)) return;
-  __threadfence();
-  __syncthreads();
-  if (threadIdx.x == 0) last = atomicAdd(progress.columns + work.task, 1u) == (u32)count - 1;
-  __syncthreads();
-  if (!last) return;
-  __threadfence();
-  if (threadIdx.x == 0) progress.columns[work.task] = 0;
-  for (int token = 0; token < step.num_rows; token++) combine_columns(layer, step, token, work.task);
+// Biases and padding, which lie behind the matrices.
+DEV void fill_tail(const Item& item, const ShardPlace& place) {
+  for (int at = place.tail + 16 * threadIdx.x; at < place.nbytes; at += 16 * blockDim.x)
+    *(uint4*)(item.fill + at) = *(const uint4*)(item.weights + at);
+}
+
+DEV void mark_lane(const Layer& layer, const Step& step, const Work& work) {
+  for (int row = threadIdx.x; row < work.item.num_rows; row += blockDim.x)
+    step.lane[(work.item.first_position + row) * layer.num_shards + work.item.shard] = 1;
 }
 
 template <bool PLAN>
-DEV void run_down(const Layer& layer, const Step& step, const Progress& progress, const Work& work, int index, int count,
-                  u8* shared, int tile) {
-  __shared__ int go;
+DEV void run_down(const Layer& layer, const Step& step, const Progress& progress, const Work& work, int index,
+                  int down_chunks, u8* shared, int tile) {
   const ShardPlace& place = layer.place[work.item.shard == layer.num_shards - 1];
-  int first = work.task * DOWN_CHUNK, columns = min(DOWN_CHUNK, layer.hidden - first);
-  if (!PLAN) {
-    multiply_down_in_place(layer, step, work, place, progress.ready + index, first, columns);
-    combine_if_last(layer, step, progress, work, count);
-    return;
-  }
-  if (work.task == 0)
-    for (int row = threadIdx.x; row < work.item.num_rows; row += blockDim.x)
-      step.lane[(work.item.first_position + row) * layer.num_shards + work.item.shard] = 1;
-  if (threadIdx.x == 0) go = !work.item.flag || wait_for(step, work.item.flag, work.item.flag_value);
+  if (PLAN && work.task == 0) mark_lane(layer, step, work);
+  if (!PLAN || bytes_are_there(step, work))
+    multiply_down_chunk(layer, step, work, place, progress.hidden + index * UP_CHUNKS, shared, tile);
+  if (PLAN && work.task == 0 && work.item.fill) fill_tail(work.item, place);
   __syncthreads();
-  if (!go) return;
-  if (work.item.staged)
-    multiply_down_staged(layer, step, work, place, progress.ready + index, first, columns, shared, tile);
-  else
-    multiply_down_in_place(layer, step, work, place, progress.ready + index, first, columns);
+  if (!PLAN && threadIdx.x == 0) store_release_gpu(progress.parts + index * down_chunks + work.task, work.clock);
 }
 
 // ---------------------------------------------------------------------------------------------- kernel
@@ -342,40 +297,51 @@ DEV Head read_head(const Step& step, const WorkList* list, int index, Work& work
   return head;
 }
 
+// Without misses, the blocks behind those of the items: some columns of a row, once every item's part is there.
+DEV void run_combine(const Layer& layer, const Step& step, const Progress& progress, const WorkList* list, int block,
+                     int down_chunks) {
+  if (!combines_at_once(step)) return;
+  int chunk = block % down_chunks, count = list->count;
+  u32 clock = step.state->clock;
+  combine_columns<true>(layer, step, block / down_chunks, chunk, [&] {
+    if (threadIdx.x < 32) wait_for_blocks(progress.parts + chunk, count, down_chunks, clock);
+  });
+}
+
 template <bool PLAN>
 DEV void run_items(const Layer& layer, const Step& step, const Progress& progress, const WorkList* list, int max_items,
                    u8* shared, int up_tile, int down_tile) {
   __shared__ Work work;
   __shared__ Head shared_head;
   if (PLAN && step.state->missing == 0) return;
-  int up_chunks = (layer.place[0].neurons + UP_CHUNK - 1) / UP_CHUNK, down_chunks = (layer.hidden + DOWN_CHUNK - 1) / DOWN_CHUNK;
-  int block = blockIdx.x - max_items * up_chunks, chunks = block < 0 ? up_chunks : down_chunks;
-  int task = block < 0 ? (int)blockIdx.x : block, index = task / chunks;
-  task -= index * chunks;
-  if (threadIdx.x == 0) work.task = task;
+  int down_chunks = (layer.hidden + DOWN_CHUNK - 1) / DOWN_CHUNK, ups = max_items * UP_CHUNKS, downs = max_items * down_chunks;
+  int block = blockIdx.x;
+  if (!PLAN && block >= ups + downs) return run_combine(layer, step, progress, list, block - ups - downs, down_chunks);
+  bool up = block < ups;
+  int index = up ? block / UP_CHUNKS : (block - ups) / down_chunks;
+  if (threadIdx.x == 0) work.task = up ? block % UP_CHUNKS : (block - ups) % down_chunks;
   Head head = read_head(step, list, index, work, shared_head);
   if (PLAN && head.list_sequence != head.sequence) {  // a plan of another step
     if (blockIdx.x == 0 && threadIdx.x == 0) fail(step, head.clock, ERROR_STALE_PLAN);
     return;
   }
-  if (index >= head.count) {  // nothing of this list; a step in which every id is skipped still has an output
-    bool nothing = !PLAN && head.count == 0 && block >= 0 && index == 0 && combines_at_once(step);
-    for (int token = 0; nothing && token < step.num_rows; token++) combine_columns(layer, step, token, task);
-    return;
-  }
-  if (block < 0)
+  if (index >= head.count) return;
+  if (up)
     run_up<PLAN>(layer, step, progress, work, index, shared, up_tile);
   else
-    run_down<PLAN>(layer, step, progress, work, index, head.count, shared, down_tile);
+    run_down<PLAN>(layer, step, progress, work, index, down_chunks, shared, down_tile);
 }
 
-extern "C" __global__ void __launch_bounds__(256, HIT_BLOCKS)
+constexpr int BLOCKS = UpFormat::INT8 && DownFormat::INT8 ? 4 : 2;  // on a multiprocessor, at least
+
+extern "C" __global__ void __launch_bounds__(256, BLOCKS)
     experts_hit(const __grid_constant__ Layer layer, const __grid_constant__ Step step,
-                const __grid_constant__ Progress progress, const WorkList* list, int max_items) {
-  run_items<false>(layer, step, progress, list, max_items, nullptr, 0, 0);
+                const __grid_constant__ Progress progress, const WorkList* list, int max_items, int up_tile, int down_tile) {
+  DYNAMIC_SHARED(shared);
+  run_items<false>(layer, step, progress, list, max_items, shared, up_tile, down_tile);
 }
 
-extern "C" __global__ void __launch_bounds__(256)
+extern "C" __global__ void __launch_bounds__(256, BLOCKS)
     experts_plan(const __grid_constant__ Layer layer, const __grid_constant__ Step step,
                  const __grid_constant__ Progress progress, const WorkList* list, int max_items, int up_tile, int down_tile) {
   DYNAMIC_SHARED(shared);

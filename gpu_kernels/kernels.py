@@ -5,9 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from trilane.gpu_kernels.build import KERNELS, Variant, cubin
-from trilane.gpu_kernels.launch import Launch
-
-DEFAULT_SHARED_NBYTES = 40 << 10  # more than this of dynamic shared memory must be asked for
+from trilane.gpu_kernels.launch import STAGE_NBYTES, Launch
 
 
 class Kernels:
@@ -42,7 +40,7 @@ class Kernels:
         ValueError
             If the GPU does not have that much.
         """
-        if launch.shared_nbytes <= DEFAULT_SHARED_NBYTES:
+        if launch.shared_nbytes <= STAGE_NBYTES:
             return
         function = self._functions[launch.kernel]
         most = self._most_shared_nbytes - int(function.shared_size_bytes)

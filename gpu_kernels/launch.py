@@ -13,12 +13,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from trilane.cpu_kernels.layout import ExpertLayout
-from trilane.gpu_kernels.words import DOWN_CHUNK, UP_CHUNK, down_chunks, up_chunks
+from trilane.gpu_kernels.words import DOWN_CHUNK, FUSED_ROWS, UP_CHUNK, UP_CHUNKS, down_chunks
 
 PUBLISH_THREADS = 512
 EXPERTS_THREADS = COMBINE_THREADS = 256
 APPLY_THREADS = 256
-STAGE_NBYTES = 40 << 10  # dynamic shared memory that every GPU has beside the kernel's own
+STAGE_NBYTES = 38 << 10  # dynamic shared memory that every GPU has beside the kernels' own
 GROUPING_NBYTES = 20  # of each expert, in publish
 
 Struct = NDArray[np.void]
@@ -82,27 +82,29 @@ def publish_launch(layer: Struct, step: Struct) -> Launch:
 
 
 def _experts_launch(
-    kernel: str, layout: ExpertLayout, structs: tuple[Struct, Struct, Struct], items: int, max_items: int, *tiles: int
+    kernel: str, layout: ExpertLayout, structs: tuple[Struct, Struct, Struct], items: int, max_items: int, more: int
 ) -> Launch:
-    grid = max_items * (up_chunks(layout) + down_chunks(layout.hidden))
-    shared = tiles_of(layout).shared_nbytes if tiles else 0
-    numbers = np.array([max_items, *tiles], np.int32)
-    return Launch(kernel, (grid, 1), EXPERTS_THREADS, shared, (*structs, np.uint64(items), *numbers))
+    tiles = tiles_of(layout)
+    grid = max_items * (UP_CHUNKS + down_chunks(layout.hidden)) + more
+    numbers = np.array([max_items, tiles.up, tiles.down], np.int32)
+    arguments = (*structs, np.uint64(items), *numbers)
+    return Launch(kernel, (grid, 1), EXPERTS_THREADS, tiles.shared_nbytes, arguments)
 
 
 def hit_launch(
     layout: ExpertLayout, layer: Struct, step: Struct, progress: Struct, items: int, max_items: int
 ) -> Launch:
-    """Blocks for ``max_items`` items of the hits' WorkList at address ``items``; what it lacks returns at once."""
-    return _experts_launch("experts_hit", layout, (layer, step, progress), items, max_items)
+    """Blocks for ``max_items`` items of the hits' WorkList at address ``items``, and for rows without misses."""
+    rows = min(int(step["num_rows"]), FUSED_ROWS)
+    combining = down_chunks(layout.hidden) * rows
+    return _experts_launch("experts_hit", layout, (layer, step, progress), items, max_items, combining)
 
 
 def plan_launch(
     layout: ExpertLayout, layer: Struct, step: Struct, progress: Struct, items: int, max_items: int
 ) -> Launch:
-    """The same for the WorkList of a plan, whose items may be staged."""
-    tiles = tiles_of(layout)
-    return _experts_launch("experts_plan", layout, (layer, step, progress), items, max_items, tiles.up, tiles.down)
+    """Blocks for ``max_items`` items of a plan's WorkList; what it lacks returns at once."""
+    return _experts_launch("experts_plan", layout, (layer, step, progress), items, max_items, 0)
 
 
 def apply_launch(step: Struct, updates: int) -> Launch:

@@ -45,5 +45,23 @@ DEV void store_release_system(u32* word, u32 value) {
   asm volatile("st.release.sys.global.u32 [%0], %1;" ::"l"(word), "r"(value) : "memory");
 }
 
+// 16 bytes from global to shared memory, without registers where the architecture can; settled by copies_done.
+DEV void copy16(void* shared, const void* from) {
+#if __CUDA_ARCH__ >= 800
+  u32 to = (u32)__cvta_generic_to_shared(shared);
+  asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(to), "l"(from) : "memory");
+#else
+  *(uint4*)shared = __ldcs((const uint4*)from);
+#endif
+}
+
+DEV void copies_done() {
+#if __CUDA_ARCH__ >= 800
+  asm volatile("cp.async.wait_all;" ::: "memory");
+#endif
+}
+
+DEV void prefetch(const void* line) { asm volatile("prefetch.global.L1 [%0];" ::"l"(line)); }
+
 DEV void rest() { __nanosleep(20); }  // between two looks at a word
 #endif

@@ -198,6 +198,18 @@ DEV void take_pending(const Step& step, u32 pending) {
   store_release_system(step.acknowledged, pending);
 }
 
+// Whether all other blocks have done their part; of all blocks, one hears yes.
+DEV bool arrives_last(const Step& step, u32& arrived) {
+  __threadfence();
+  __syncthreads();
+  if (threadIdx.x == 0) arrived = atomicAdd(&step.state->arrived, 1u);
+  __syncthreads();
+  if (arrived != gridDim.x - 1) return false;
+  __threadfence();
+  if (threadIdx.x == 0) step.state->arrived = 0;
+  return true;
+}
+
 extern "C" __global__ void __launch_bounds__(512) publish(const __grid_constant__ Layer layer, const __grid_constant__ Step step) {
   DYNAMIC_SHARED(shared);
   __shared__ int num_groups, missing, bad;
@@ -208,7 +220,7 @@ extern "C" __global__ void __launch_bounds__(512) publish(const __grid_constant_
   bool first = row == 0, sees_pending = first && step.pending;
   if (threadIdx.x == 0) bad = 0;
   __syncthreads();
-  if (sees_pending && threadIdx.x == 32) pending = load_acquire_system(&step.pending->sequence);
+  if (sees_pending && threadIdx.x == blockDim.x - 1) pending = load_acquire_system(&step.pending->sequence);
   if (first && warp == 0) {
     count_rows(layer, step, g, clock, lane);
     int groups = list_groups(layer, step, g, lane);
@@ -227,12 +239,7 @@ extern "C" __global__ void __launch_bounds__(512) publish(const __grid_constant_
     if (threadIdx.x == 0) step.state->missing = missing, step.state->num_groups = num_groups;
     if (sees_pending) take_pending(step, pending);
   }
-  __threadfence();
-  __syncthreads();
-  if (threadIdx.x == 0) arrived = atomicAdd(&step.state->arrived, 1u);
-  __syncthreads();
-  if (arrived != gridDim.x - 1) return;
-  __threadfence();
-  if (*(volatile u32*)&step.state->missing) close_mail(layer, step);
-  if (threadIdx.x == 0) step.state->arrived = 0, step.state->clock = clock;
+  if (gridDim.x > 1 && !arrives_last(step, arrived)) return;
+  if (gridDim.x == 1 ? missing : *(volatile int*)&step.state->missing) close_mail(layer, step);
+  if (threadIdx.x == 0) step.state->clock = clock;
 }

@@ -17,7 +17,11 @@ DEV bool wait_for(const Step& step, const u32* word, u32 value) {
   return true;
 }
 
-// The same for a word that a thread block of this launch writes; it always will.
-DEV void wait_for_block(const u32* word, u32 value) {
-  while (load_acquire_gpu(word) != value) rest();
+// One warp: until `count` words, `stride` apart, that thread blocks of this launch write have the value; they will.
+DEV void wait_for_blocks(const u32* words, int count, int stride, u32 value) {
+  int lane = threadIdx.x % 32;
+  for (int first = 0; first < count; first += 32) {
+    bool mine = first + lane < count;
+    while (!__all_sync(FULL, !mine || load_acquire_gpu(words + (i64)(first + lane) * stride) == value)) rest();
+  }
 }

@@ -19,6 +19,7 @@ from trilane.cpu_kernels.layout import ExpertLayout
 
 UP_CHUNK = 16  # neurons of a shard whose gate and up rows one thread block multiplies
 DOWN_CHUNK = 128  # output columns of a shard that one thread block makes
+UP_CHUNKS = BLOCK // UP_CHUNK
 FUSED_ROWS = 4  # without misses, up to so many rows are combined by the kernel that made the last part
 RECORD_NBYTES = 320
 F32_BLOCK_NBYTES = 4 * BLOCK
@@ -54,12 +55,12 @@ _STRUCTS: Mapping[str, tuple[tuple[str, str], ...]] = {
         ("u32", "begin"), ("u32", "layer"), ("u32", "num_rows"), ("u32", "top_k"), ("u32", "num_groups"),
         ("u32", "num_missing"), ("u32", "clock"), ("u32[8]", "unused"), ("u32", "end"),
     ),
-    "Progress": (("u32*", "done"), ("u32*", "ready"), ("u32*", "columns")),
+    "Progress": (("u32*", "hidden"), ("u32*", "parts")),
     "Step": (
         ("const void*", "x"), ("i64", "x_stride"), ("const void*", "ids"), ("const float*", "weights"),
         ("void*", "out"), ("i64", "out_stride"), ("u8*", "records"), ("float*", "floats"), ("int*", "row_bad"),
         ("int*", "groups"), ("int*", "token_of"), ("int*", "position_of"), ("WorkList*", "hits"), ("int*", "lane"),
-        ("float*", "h"), ("u8*", "h_records"), ("int*", "h_bad"), ("float*", "parts"), ("const float*", "cpu_parts"),
+        ("float*", "h"), ("float*", "parts"), ("const float*", "cpu_parts"),
         ("State*", "state"), ("int*", "table"), ("const Updates*", "pending"), ("u32*", "acknowledged"),
         ("Mailbox*", "mail"), ("int*", "mail_groups"), ("u64*", "mail_missing"), ("int*", "mail_tokens"),
         ("float*", "mail_weights"), ("u8*", "mail_records"), ("float*", "mail_floats"), ("int*", "mail_bad"),
@@ -98,8 +99,8 @@ def _c_field(declared: str, name: str) -> str:
 def c_header() -> str:
     """The text of ``words.cuh``: the structs, their sizes as checks, and the constants that both sides use."""
     lines = ["#pragma once"]
-    for name, value in (("UP_CHUNK", UP_CHUNK), ("DOWN_CHUNK", DOWN_CHUNK), ("FUSED_ROWS", FUSED_ROWS)):
-        lines.append(f"constexpr int {name} = {value};")
+    for name in ("UP_CHUNK", "UP_CHUNKS", "DOWN_CHUNK", "FUSED_ROWS"):
+        lines.append(f"constexpr int {name} = {globals()[name]};")
     lines.append("enum ErrorWord { " + ", ".join(f"ERROR_{name.upper()}" for name in ERRORS) + " };")
     for name, fields in _STRUCTS.items():
         body = " ".join(_c_field(declared, field) for declared, field in fields)
@@ -157,11 +158,6 @@ def layer_words(
     return words
 
 
-def up_chunks(layout: ExpertLayout) -> int:
-    """Thread blocks of the gate and up rows of the largest shard."""
-    return -(-layout.shard_neurons(0) // UP_CHUNK)
-
-
 def down_chunks(hidden: int) -> int:
     """Thread blocks of the down rows of a shard."""
     return -(-hidden // DOWN_CHUNK)
@@ -173,13 +169,13 @@ def list_nbytes(max_items: int) -> int:
 
 
 def progress_words(address: int, max_items: int) -> NDArray[np.void]:
-    """The Progress struct of counters at ``address``; the memory must be zeros before its first use."""
+    """The Progress struct of the flags at ``address``; the memory must be zeros before its first use."""
     words = np.zeros((), TYPES["Progress"])
-    words["done"], words["ready"] = address, address + 4 * max_items
-    words["columns"] = address + 8 * max_items
+    words["hidden"] = address
+    words["parts"] = address + 4 * max_items * UP_CHUNKS
     return words
 
 
 def progress_nbytes(max_items: int, hidden: int) -> int:
-    """Bytes of the counters of a list of up to ``max_items`` items."""
-    return 8 * max_items + 4 * down_chunks(hidden)
+    """Bytes of the flags of a list of up to ``max_items`` items: one for each thread block."""
+    return 4 * max_items * (UP_CHUNKS + down_chunks(hidden))

@@ -136,7 +136,7 @@ class LayerOnDevice:
         hidden = np.ascontiguousarray(routing.hidden)
         for name, array in (("x", hidden), ("ids", routing.ids.astype(self.id_dtype)), ("weights", routing.weights)):
             self.at[name].set(array)
-        for name in ("out", "parts", "h", "h_records", "h_bad", "lane", "records", "floats", "hits", "cpu_parts"):
+        for name in ("out", "parts", "h", "lane", "records", "floats", "hits", "cpu_parts"):
             self.at[name].set(np.full_like(self.at[name].get(), POISON))
         step = self.step
         step["x_stride"], step["x_element"] = hidden.strides[0], ELEMENTS[hidden.dtype]

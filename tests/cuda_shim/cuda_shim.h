@@ -222,6 +222,9 @@ static inline void store_release_gpu(u32* word, u32 value) { *(volatile u32*)wor
 static inline void store_release_system(u32* word, u32 value) { *(volatile u32*)word = value; }
 static inline void __threadfence() {}
 static inline void __threadfence_system() {}
+static inline void copy16(void* shared, const void* from) { memcpy(shared, from, 16); }
+static inline void copies_done() {}
+static inline void prefetch(const void*) {}
 static inline void rest() { shim::yield(shim::FOR_OTHERS); }
 static inline u32 atomicAdd(u32* at, u32 value) { u32 old = *at; *at += value; return old; }
 static inline u64 atomicOr(u64* at, u64 value) { u64 old = *at; *at |= value; return old; }
@@ -247,6 +250,7 @@ static inline u32 __ballot_sync(u32 mask, bool value) {
   return ballot;
 }
 static inline int __any_sync(u32 mask, bool value) { return __ballot_sync(mask, value) != 0; }
+static inline int __all_sync(u32 mask, bool value) { return __ballot_sync(mask, value) == mask; }
 static inline u32 __match_any_sync(u32 mask, int value) {
   u64* values = shim::exchange(mask, same_bits<u64>(value));
   u32 peers = 0;

@@ -11,8 +11,8 @@ extern "C" int run_publish(u32 x, u32 y, u32 threads, const Layer* layer, const 
 }
 
 extern "C" int run_experts_hit(u32 x, u32 y, u32 threads, const Layer* layer, const Step* step, const Progress* progress,
-                               const WorkList* list, int max_items) {
-  return shim::launch(x, y, threads, [=] { experts_hit(*layer, *step, *progress, list, max_items); });
+                               const WorkList* list, int max_items, int up_tile, int down_tile) {
+  return shim::launch(x, y, threads, [=] { experts_hit(*layer, *step, *progress, list, max_items, up_tile, down_tile); });
 }
 
 extern "C" int run_experts_plan(u32 x, u32 y, u32 threads, const Layer* layer, const Step* step,
