@@ -12,14 +12,12 @@ the time until every worker of the team holds a task. Medians and 90th percentil
 from __future__ import annotations
 
 import argparse
-import functools
 import json
 import threading
 import time
 from typing import Any
 
 import numpy as np
-from numba import types
 
 from trilane.cpu_kernels.atomics import (
     add_at,
@@ -27,7 +25,6 @@ from trilane.cpu_kernels.atomics import (
     futex_wake,
     load_at,
     mono_ns,
-    pause,
     set_timer_slack_ns,
     sleep_ns,
     sleep_until_ns,
@@ -36,55 +33,15 @@ from trilane.cpu_kernels.atomics import (
 )
 from trilane.cpu_kernels.cpus import read_cpu_budget
 from trilane.cpu_kernels.jobs import post_job, wait_job
-from trilane.cpu_kernels.parking import wait_word
 from trilane.cpu_kernels.team import WorkerTeam
-from trilane.jit import compiled, native
+from trilane.jit import compiled
+from trilane.probes.handover import measure_handover, stamp_task
 from trilane.probes.machine import describe_machine
 
 PARKED_GAP_NS = 1_000_000
-SPINNING_GAP_NS = 5_000
 SPIN_LIMIT_US = 5.0
 PARKED_LIMIT_RATIO = 1.3
 SLEEPS_US = (20, 100, 300, 1000, 5000)
-
-
-@functools.cache
-def stamp_task() -> Any:
-    """Block: arrivals, workers, abort address, time of the first arrival, time of the last."""
-
-    @native(types.int64(types.int64, types.int64, types.int64))
-    def stamp(block, task, worker):
-        now = mono_ns()
-        arrival = add_at(block, 1)
-        if arrival == 0:
-            store_at(block + 24, now)
-        if arrival == load_at(block + 8) - 1:
-            store_at(block + 32, now)
-        return wait_word(block, load_at(block + 8), load_at(block + 16))
-
-    return stamp
-
-
-@compiled
-def _gap(duration_ns):
-    if duration_ns >= 100_000:
-        sleep_ns(duration_ns)
-    else:
-        end = mono_ns() + duration_ns
-        while mono_ns() < end:
-            pause()
-
-
-@compiled
-def time_posts(words, function, block, num_workers, gap_ns, first_ns, all_ns):
-    """Post one job of ``num_workers`` tasks for each sample; ns to the first and to the last worker."""
-    for i in range(first_ns.size):
-        _gap(gap_ns)
-        store_at(block, 0)
-        begin = mono_ns()
-        ticket = post_job(words, function, block, num_workers)
-        wait_job(words, ticket, -1)
-        first_ns[i], all_ns[i] = load_at(block + 24) - begin, load_at(block + 32) - begin
 
 
 @compiled
@@ -131,14 +88,12 @@ def summary(sample_ns: np.ndarray) -> dict[str, float]:
     return {"median_us": round(float(np.median(kept)), 3), "p90_us": round(float(np.quantile(kept, 0.9)), 3)}
 
 
-def measure_team(num_workers: int, spin_us: float, gap_ns: int, num_samples: int) -> dict[str, Any]:
+def measure_team(num_workers: int, parked: bool, num_samples: int) -> dict[str, Any]:
     """Hand-over to the first and to all workers of a team."""
-    first_ns, all_ns = np.zeros(num_samples, np.int64), np.zeros(num_samples, np.int64)
-    with WorkerTeam(num_workers, spin_us=spin_us) as team:
-        block = np.array([0, num_workers, team.abort_address, 0, 0], np.int64)
-        args = (team.words, stamp_task().address, block.ctypes.data, num_workers, gap_ns, first_ns, all_ns)
-        time_posts(*args)
-    return {"num_workers": num_workers, "first": summary(first_ns), "all_running": summary(all_ns)}
+    found = measure_handover(num_workers, parked=parked, num_samples=num_samples)
+    first = {"median_us": round(found.first_us, 3), "p90_us": round(found.first_p90_us, 3)}
+    last = {"median_us": round(found.all_us, 3), "p90_us": round(found.all_p90_us, 3)}
+    return {"num_workers": num_workers, "first": first, "all_running": last}
 
 
 def measure_parked_ratio(num_samples: int) -> dict[str, Any]:
@@ -182,7 +137,7 @@ def measure_sleep(duration_us: int, num_samples: int) -> dict[str, Any]:
 
 def measure_all(num_samples: int, threads: list[int]) -> dict[str, Any]:
     """Everything, with the machine line and whether the two limits are met."""
-    spinning = [measure_team(n, 1000.0, SPINNING_GAP_NS, num_samples) for n in threads]
+    spinning = [measure_team(n, False, num_samples) for n in threads]
     parked = measure_parked_ratio(max(50, num_samples // 2))
     return {
         "machine": describe_machine().line,
@@ -190,7 +145,7 @@ def measure_all(num_samples: int, threads: list[int]) -> dict[str, Any]:
         "spinning_ok": spinning[0]["first"]["median_us"] < SPIN_LIMIT_US,
         "parked": parked,
         "parked_ok": parked["ratio"] <= PARKED_LIMIT_RATIO,
-        "parked_teams": [measure_team(n, 0.0, PARKED_GAP_NS, max(50, num_samples // 2)) for n in threads],
+        "parked_teams": [measure_team(n, True, max(50, num_samples // 2)) for n in threads],
         "python_run": measure_python(threads[0], num_samples),
         "sleeps": [measure_sleep(us, max(20, min(num_samples, 500_000 // us))) for us in SLEEPS_US],
     }

@@ -1,4 +1,4 @@
-"""What the control groups of this process allow: CPU quota, cpuset and the throttling counter.
+"""What the control groups of this process allow: CPU quota, cpuset, memory, and the throttling counter.
 
 Version 1 has one tree for each controller, version 2 one tree for all; a container shows only its own part of
 either. A limit of a parent holds for its children, so every folder up to the mount point is read and the
@@ -9,6 +9,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
+
+UNLIMITED_NBYTES = 1 << 60  # version 1 writes "no limit" as a number near 2**63
 
 
 @dataclass(frozen=True)
@@ -43,6 +45,17 @@ def read_cgroup_limits(root: str | Path = "/") -> CgroupLimits:
         names = ("cpuset.cpus.effective", "cpuset.effective_cpus", "cpuset.cpus")
         cpuset = cpuset or next(filter(None, (_read(folder / name) for name in names)), None)
     return CgroupLimits(min(quotas, default=None), cpuset, stat_file)
+
+
+def read_memory_limit(root: str | Path = "/") -> int | None:
+    """Bytes of memory that the groups of the calling process may use in all; None is no limit."""
+    texts = [
+        _read(folder / name)
+        for folder in _folders(Path(root), "memory")
+        for name in ("memory.max", "memory.limit_in_bytes")
+    ]
+    limits = [int(text) for text in texts if text and text.isdigit()]
+    return min((limit for limit in limits if limit < UNLIMITED_NBYTES), default=None)
 
 
 def _read(path: Path) -> str | None:

@@ -13,7 +13,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-import psutil
 from numpy.typing import NDArray
 
 from trilane.cpu_kernels.arena import Arena, allocate_arena
@@ -21,7 +20,7 @@ from trilane.cpu_kernels.rows import ROWS_SIGNATURE
 from trilane.cpu_kernels.simd import I32X8, Emitter, V, emitted, i64, vadd, zero
 from trilane.errors import ProbeError
 from trilane.jit import native
-from trilane.probes.machine import largest_cache_nbytes
+from trilane.probes.machine import available_nbytes, largest_cache_nbytes
 from trilane.probes.timing import NUM_WORDS, Case, Timing, scattered, time_cases
 
 LEAST_NBYTES = 512 << 20  # of the memory that is read, if the machine has four times as much to spare
@@ -79,13 +78,13 @@ def _compiled_read() -> Any:
     return read  # kept by the cache: its code lives as long as this object
 
 
-def probe_arena(*, num_regions: int = 1) -> Arena:
+def probe_arena(*, num_regions: int = 1, least_nbytes: int = LEAST_NBYTES) -> Arena:
     """Private memory in huge pages: larger than the caches, but at most a quarter of what is free.
 
     ``num_regions`` shares the quarter among so many arenas.
     """
-    wanted = max(LEAST_NBYTES, 4 * (largest_cache_nbytes() or 0))
-    most = psutil.virtual_memory().available // (4 * num_regions)
+    wanted = max(least_nbytes, 4 * (largest_cache_nbytes() or 0))
+    most = available_nbytes() // (4 * num_regions)
     return allocate_arena(min(wanted, most) // PIECE_NBYTES * PIECE_NBYTES)
 
 
@@ -113,7 +112,7 @@ def read_case(arena: Arena, piece_nbytes: int, num_threads: int, sums: NDArray[n
     return Case("read", share * num_threads, calls, verify)
 
 
-def measure_read(num_threads: Sequence[int], *, arena: Arena | None = None) -> list[ReadRate]:
+def measure_read(num_threads: Sequence[int], *, arena: Arena | None = None, num_samples: int = 31) -> list[ReadRate]:
     """Read rates of host memory for each number of threads.
 
     Parameters
@@ -121,14 +120,16 @@ def measure_read(num_threads: Sequence[int], *, arena: Arena | None = None) -> l
     num_threads : sequence of int
     arena : Arena, optional
         What to read; by default a new one, filled with a pattern.
+    num_samples : int
+        For each number of threads.
     """
     if arena is None:
         arena = probe_arena()
         arena.bytes[: arena.nbytes].view(np.int32)[:] = 0x01020304  # pages that nobody wrote are all one page
-    return [_read_rate(arena, n) for n in num_threads]
+    return [_read_rate(arena, n, num_samples) for n in num_threads]
 
 
-def _read_rate(arena: Arena, num_threads: int) -> ReadRate:
+def _read_rate(arena: Arena, num_threads: int, num_samples: int) -> ReadRate:
     sums = np.zeros(num_threads, np.int32)
-    (timing,) = time_cases([read_case(arena, PIECE_NBYTES, num_threads, sums)])
+    (timing,) = time_cases([read_case(arena, PIECE_NBYTES, num_threads, sums)], num_samples=num_samples)
     return ReadRate(num_threads, timing.gb_s, timing)

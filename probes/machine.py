@@ -14,6 +14,7 @@ from typing import Any
 import numba
 import psutil
 
+from trilane.cpu_kernels.cgroups import read_memory_limit
 from trilane.cpu_kernels.cpus import read_cpu_budget
 from trilane.cpu_kernels.isa import best_isa
 
@@ -36,6 +37,8 @@ class Machine:
         The largest cache that one CPU sees.
     memory_nbytes, available_nbytes : int
         Main memory in all, and what could be had when this was read.
+    memory_limit_nbytes : int or None
+        What the control groups let this process use in all.
     num_numa_nodes : int or None
     huge_pages : str or None
         The system's setting for transparent huge pages: always, madvise or never.
@@ -49,11 +52,17 @@ class Machine:
     cache_nbytes: int | None
     memory_nbytes: int
     available_nbytes: int
+    memory_limit_nbytes: int | None
     num_numa_nodes: int | None
     huge_pages: str | None
     system: str
     python: str
     numba: str
+
+    @property
+    def usable_memory_nbytes(self) -> int:
+        """Memory in all that this process may use."""
+        return min(self.memory_nbytes, self.memory_limit_nbytes or self.memory_nbytes)
 
     @property
     def line(self) -> str:
@@ -78,13 +87,20 @@ def describe_machine(root: Path = Path("/")) -> Machine:
         isa=best_isa(),
         cache_nbytes=largest_cache_nbytes(root),
         memory_nbytes=memory.total,
-        available_nbytes=memory.available,
+        available_nbytes=available_nbytes(root),
+        memory_limit_nbytes=read_memory_limit(root),
         num_numa_nodes=len(list(root.glob("sys/devices/system/node/node[0-9]*"))) or None,
         huge_pages=_huge_pages(root),
         system=f"{platform.system()} {platform.release()} {platform.machine()}",
         python=platform.python_version(),
         numba=numba.__version__,
     )
+
+
+def available_nbytes(root: Path = Path("/")) -> int:
+    """Memory that this process can still get: what is free, or what its control groups leave it."""
+    free, limit = psutil.virtual_memory().available, read_memory_limit(root)
+    return free if limit is None else max(0, min(free, limit - psutil.Process().memory_info().rss))
 
 
 def largest_cache_nbytes(root: Path = Path("/")) -> int | None:

@@ -13,6 +13,7 @@ import numpy as np
 from trilane.cpu_kernels import layout
 from trilane.cpu_kernels.formats import BLOCK
 from trilane.cpu_kernels.host_workspace import Part
+from trilane.cpu_kernels.shard_words import set_weights
 from trilane.cpu_kernels.words import Combine, DeviceJob, LinkJob, Piece, Publish, Shard, TeamJob
 from trilane.expert import CPU, HIT, STREAM, ZERO_COPY
 from trilane.jit import compiled
@@ -158,7 +159,7 @@ def _lay_out_shard(tables, ws, grouping, plan, layer, i, j, index):
     weights = _source_address(tables, layer, grouping.experts[i], j)
     if lane == HIT or lane == STREAM:
         weights = tables.slot_address[slot]
-    _set_weights(block, where, weights)
+    set_weights(block, where, weights)
     rows, first = grouping.rows[i], grouping.first_position[i]
     row = first * num_shards + j * rows  # scratch rows of one item lie together
     block[Shard.NUM_ROWS] = rows
@@ -172,28 +173,6 @@ def _lay_out_shard(tables, ws, grouping, plan, layer, i, j, index):
     block[Shard.OUT_STRIDE] = num_shards * tables.hidden
     block[Shard.PROGRESS] = 0
     block[Shard.LANDED] = 0
-
-
-@compiled(counted=False)
-def _plane(weights, offset):
-    return weights + offset if offset >= 0 else 0
-
-
-@compiled(counted=False)
-def _set_weights(block, where, weights):
-    """Addresses of the shard's planes, for a shard whose bytes start at ``weights``."""
-    block[Shard.GATE] = _plane(weights, where[layout.GATE_MAIN])
-    block[Shard.GATE_SIDE] = _plane(weights, where[layout.GATE_SIDE])
-    block[Shard.UP] = _plane(weights, where[layout.UP_MAIN])
-    block[Shard.UP_SIDE] = _plane(weights, where[layout.UP_SIDE])
-    block[Shard.DOWN] = _plane(weights, where[layout.DOWN_MAIN])
-    block[Shard.DOWN_SIDE] = _plane(weights, where[layout.DOWN_SIDE])
-    block[Shard.GATE_BIAS] = _plane(weights, where[layout.GATE_BIAS])
-    block[Shard.UP_BIAS] = _plane(weights, where[layout.UP_BIAS])
-    block[Shard.NBYTES] = where[layout.NBYTES]
-    block[Shard.NEURONS] = where[layout.NEURONS]
-    block[Shard.DOWN_STRIDE] = where[layout.DOWN_STRIDE]
-    block[Shard.DOWN_SIDE_STRIDE] = where[layout.DOWN_SIDE_STRIDE]
 
 
 @compiled(counted=False)

@@ -8,8 +8,8 @@ from trilane.cpu_kernels.activation import F32_BLOCK_NBYTES, RECORD_NBYTES
 from trilane.cpu_kernels.gate import GATES
 from trilane.cpu_kernels.host_device import HostDevice
 from trilane.cpu_kernels.isa import best_isa
-from trilane.cpu_kernels.kernels import rows_kernel
 from trilane.cpu_kernels.layout import NUM_COLUMNS
+from trilane.cpu_kernels.shard_words import layer_words
 from trilane.cpu_kernels.words import Layer
 from trilane.expert import Geometry, make_geometry
 from trilane.host_step import CPU_NS, HIT_NS, LINK_FIX_NS, LINK_NS, NUM_PLAYED, ZERO_COPY_NS, Tables
@@ -58,19 +58,8 @@ def _takes_int8(layer: StoreLayer, matrix: str) -> bool:
 
 
 def _layer_words(layer: StoreLayer, isa: str) -> np.ndarray:
-    layout, gate = layer.layout, layer.gate
-    words = np.zeros(Layer.SIZE, np.int64)
-    words[Layer.GATE_ROWS] = rows_kernel(layout.gate.name, isa) if layout.gate is not None else 0
-    words[Layer.UP_ROWS] = rows_kernel(layout.up.name, isa)
-    words[Layer.DOWN_ROWS] = rows_kernel(layout.down.name, isa)
-    words[Layer.HIDDEN] = layout.hidden
-    words[Layer.GATE_STRIDE], words[Layer.GATE_SIDE_STRIDE] = layout.gate_strides()
-    words[Layer.UP_STRIDE], words[Layer.UP_SIDE_STRIDE] = layout.up_strides()
-    words[Layer.GATE_KIND] = GATES[gate.kind]
-    words[Layer.ALPHA] = int(np.float32(gate.alpha).view(np.uint32))
-    words[Layer.LIMIT] = int(np.float32(gate.limit).view(np.uint32))
-    words[Layer.DOWN_INT8] = layout.down.activation == "int8"
-    return words
+    gate = layer.gate
+    return layer_words(layer.layout, GATES[gate.kind], gate.alpha, gate.limit, isa)
 
 
 def _played_ns(device: HostDevice) -> np.ndarray:

@@ -8,7 +8,7 @@ chosen ones, so that a lane can act as another machine's; such lanes are labelle
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass, field, fields, replace
 from typing import Any
 
@@ -22,6 +22,8 @@ SCHEMA = 1
 MAX_IN_FLIGHT = 64  # the in-place curve is tabled up to so many shards
 LANES_PLAYED = ("hit", "link", "zero_copy", "cpu")
 UNKNOWN_RATE = float("inf")
+KNEE = 0.95  # of the best rate of a curve: threads beyond that only take cores from others
+SAME_MEMORY = 0.02  # part by which a machine's memory may differ: systems reserve some of it at each start
 
 
 @dataclass(frozen=True)
@@ -40,10 +42,17 @@ class Curve:
         """The value at ``x``: linear between points, flat outside."""
         return float(np.interp(x, self.x, self.y))
 
+    def knee(self) -> float:
+        """The smallest measured ``x`` from which on more brings almost nothing (`KNEE` of the best rate)."""
+        return next(x for x, y in zip(self.x, self.y, strict=True) if y >= KNEE * max(self.y))
+
 
 @dataclass(frozen=True)
 class Machine:
-    """What a profile is valid for (an idle link reports its lowest generation, so only its maximum counts)."""
+    """What a profile is valid for (an idle link reports its lowest generation, so only its maximum counts).
+
+    ``memory_nbytes`` is what the process may use: the machine's memory, or less where a control group limits it.
+    """
 
     cpu: str | None = None
     cores_allowed: int | None = None
@@ -68,6 +77,9 @@ class MachineProfile:
         In-place reads by pieces in flight, of ``zero_copy_nbytes`` each (None: as large as a shard).
     host_read : Curve, optional
         Reads of host memory by threads.
+    zero_copy_experts : mapping of format name to Curve
+        Reads in place by the kernel that computes experts, where that is slower than the link; instead of
+        ``zero_copy`` for these formats, and in the same units.
     cpu_experts, cpu_rows : mapping of format name to Curve
         Expert bytes at one row, and bytes x rows where arithmetic is the limit, by threads.
     device_experts, device_rows : mapping of format name to GB/s
@@ -85,6 +97,14 @@ class MachineProfile:
         ``cpu_cores`` is one for each thread.
     played : tuple of str
         Lanes whose rates are chosen and not measured: hit, link, zero_copy, cpu.
+    handover_us, parked_us : float, optional
+        From a post to the first worker running, for a worker that spins and for one that sleeps.
+    alone_gb_s, together_gb_s : mapping of lane name to GB/s
+        Lanes one by one and all at once, each on its part of the same experts.
+    quick : bool
+        Measured in the quick mode: fewer samples and thread counts.
+    skipped : mapping of str to str
+        Measurements that could not be made, and why.
     """
 
     machine: Machine = field(default_factory=Machine)
@@ -95,6 +115,7 @@ class MachineProfile:
     zero_copy: Curve | None = None
     zero_copy_nbytes: float | None = None
     host_read: Curve | None = None
+    zero_copy_experts: Mapping[str, Curve] = field(default_factory=dict)
     cpu_experts: Mapping[str, Curve] = field(default_factory=dict)
     cpu_rows: Mapping[str, Curve] = field(default_factory=dict)
     device_experts: Mapping[str, float] = field(default_factory=dict)
@@ -115,21 +136,38 @@ class MachineProfile:
     link_cores: float = 0.0
     cpu_cores: float | None = 0.0
     played: tuple[str, ...] = ()
+    handover_us: float | None = None
+    parked_us: float | None = None
+    alone_gb_s: Mapping[str, float] = field(default_factory=dict)
+    together_gb_s: Mapping[str, float] = field(default_factory=dict)
+    quick: bool = False
+    skipped: Mapping[str, str] = field(default_factory=dict)
 
-    def rates(self, format_name: str, *, shard_nbytes: int, threads: int) -> Rates:
-        """The cost model's constants for shards of ``shard_nbytes`` in one format, with so many CPU threads."""
-        cpu, rows = self.cpu_experts.get(format_name), self.cpu_rows.get(format_name)
+    def knows(self, formats: str | Mapping[str, float]) -> bool:
+        """Whether there are rates for experts in these formats (see `rates`)."""
+        names = _shares(formats)
+        return all(name in self.cpu_experts and name in self.device_experts for name in names)
+
+    def rates(self, formats: str | Mapping[str, float], *, shard_nbytes: int, threads: int) -> Rates:
+        """The cost model's constants for shards of ``shard_nbytes``, with so many CPU threads.
+
+        ``formats`` is the name of the experts' format; of experts whose matrices differ, a mapping of names to the
+        bytes in each. What bytes take adds up.
+        """
+        shares = _shares(formats)
         stream_us_per_byte, fitted_us = fit_copies(self.pinned_to_device)
         return make_rates(
             **{name: _known(getattr(self, name)) for name in FIXED_COSTS},
-            hit_us_per_byte=us_per_byte(self.device_experts.get(format_name)),
-            hit_row_us_per_byte=_known(self.device_rows.get(format_name), us_per_byte),
+            hit_us_per_byte=_mixed(shares, lambda name: us_per_byte(self.device_experts.get(name))),
+            hit_row_us_per_byte=_mixed(shares, lambda name: _known(self.device_rows.get(name), us_per_byte)),
             run_fix_us=fitted_us if self.copy_fix_us is None else self.copy_fix_us,
             stream_us_per_byte=stream_us_per_byte,
-            zero_copy_us_per_byte=self._in_place_us_per_byte(shard_nbytes),
+            zero_copy_us_per_byte=self._in_place_us_per_byte(shares, shard_nbytes),
             zero_copy_on_device=self.zero_copy_on_device,
-            cpu_us_per_byte=us_per_byte(cpu.at(threads) if cpu else None),
-            cpu_row_us_per_byte=us_per_byte(rows.at(threads)) if rows else 0.0,
+            cpu_us_per_byte=_mixed(shares, lambda name: _curve_us_per_byte(self.cpu_experts.get(name), threads)),
+            cpu_row_us_per_byte=_mixed(
+                shares, lambda name: us_per_byte(self.cpu_rows[name].at(threads)) if name in self.cpu_rows else 0.0
+            ),
             both_us_per_byte=_known(self.both_gb_s, us_per_byte),
             num_cores=self.num_cores,
             hit_cores=self.hit_cores,
@@ -137,14 +175,18 @@ class MachineProfile:
             cpu_cores=float(threads) if self.cpu_cores is None else self.cpu_cores,
         )
 
-    def _in_place_us_per_byte(self, shard_nbytes: int) -> NDArray[np.float64]:
+    def knee(self, formats: Iterable[str]) -> int | None:
+        """Threads beyond which the CPU lane gains almost nothing in any of the formats; None if unknown."""
+        curves = [self.cpu_experts[name] for name in formats if name in self.cpu_experts]
+        return max((int(curve.knee()) for curve in curves if len(curve.x) > 1), default=None)
+
+    def _in_place_us_per_byte(self, shares: Mapping[str, float], shard_nbytes: int) -> NDArray[np.float64]:
         """us a byte by shards in flight; more of them never take less time than fewer."""
-        if self.zero_copy is None:
-            return np.array([UNKNOWN_RATE])
         shards = np.arange(1, MAX_IN_FLIGHT + 1)
         pieces = shards * (shard_nbytes / (self.zero_copy_nbytes or shard_nbytes))
-        times = shards * [us_per_byte(self.zero_copy.at(n)) for n in pieces]
-        return np.maximum.accumulate(times) / shards
+        curves = {name: self.zero_copy_experts.get(name, self.zero_copy) for name in shares}
+        rates = [_mixed(shares, lambda name, n=n: _curve_us_per_byte(curves[name], n)) for n in pieces]
+        return np.maximum.accumulate(shards * rates) / shards
 
     def to_json(self) -> str:
         """The profile as JSON text with a schema number."""
@@ -163,6 +205,23 @@ FIXED_COSTS = (
 )
 COPY_CURVES = ("pinned_to_device", "pinned_to_host", "pageable_to_device", "pageable_to_host")
 CURVES = (*COPY_CURVES, "zero_copy", "host_read")
+
+
+def _shares(formats: str | Mapping[str, float]) -> dict[str, float]:
+    """Formats and the part of the bytes in each."""
+    if isinstance(formats, str):
+        return {formats: 1.0}
+    whole = sum(formats.values())
+    return {name: nbytes / whole for name, nbytes in formats.items()}
+
+
+def _mixed(shares: Mapping[str, float], us_of: Callable[[str], float]) -> float:
+    """us a byte of bytes in several formats."""
+    return sum(share * us_of(name) for name, share in shares.items())
+
+
+def _curve_us_per_byte(curve: Curve | None, x: float) -> float:
+    return us_per_byte(curve.at(x) if curve else None)
 
 
 def us_per_byte(gb_s: float | None) -> float:
@@ -236,7 +295,7 @@ def play(
         changes["copy_fix_us"] = 0.0 if link_fix_us is None else link_fix_us
         played.add("link")
     if zero_copy_gb_s is not None:
-        changes["zero_copy"] = _flat(zero_copy_gb_s)
+        changes |= {"zero_copy": _flat(zero_copy_gb_s), "zero_copy_experts": {}}
         played.add("zero_copy")
     if hit_gb_s is not None:
         changes |= {
@@ -291,13 +350,15 @@ def _parsed(name: str, value: Any) -> Any:
         return Machine(**value)
     if name in CURVES:
         return None if value is None else _curve(value)
-    if name in ("cpu_experts", "cpu_rows"):
+    if name in ("zero_copy_experts", "cpu_experts", "cpu_rows"):
         return {key: _curve(curve) for key, curve in value.items()}
-    if name in ("device_experts", "device_rows"):
+    if name == "skipped":
+        return {key: str(reason) for key, reason in value.items()}
+    if name in ("device_experts", "device_rows", "alone_gb_s", "together_gb_s"):
         return {key: _number(name, rate) for key, rate in value.items()}
     if name == "played":
         return tuple(str(lane) for lane in value)
-    if name == "zero_copy_on_device":
+    if name in ("zero_copy_on_device", "quick"):
         return bool(value)
     return None if value is None else _number(name, value)
 
@@ -321,5 +382,11 @@ def machine_differences(profile: Machine, here: Machine) -> tuple[str, ...]:
     return tuple(
         f"{f.name} was {getattr(profile, f.name)!r} and is {getattr(here, f.name)!r}"
         for f in fields(Machine)
-        if getattr(profile, f.name) != getattr(here, f.name)
+        if not _same(f.name, getattr(profile, f.name), getattr(here, f.name))
     )
+
+
+def _same(name: str, before: Any, now: Any) -> bool:
+    if name == "memory_nbytes" and before is not None and now is not None:
+        return abs(before - now) <= SAME_MEMORY * max(before, now)
+    return bool(before == now)

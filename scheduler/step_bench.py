@@ -15,22 +15,11 @@ import numpy as np
 
 from trilane.config import Config
 from trilane.cost import Rates
-from trilane.cpu_kernels.formats import format_of
 from trilane.engine import ExpertScheduler
+from trilane.random_store import SEED, StepShape, random_store
 from trilane.store import ExpertStore
 
-SEED = 11
-
-
-@dataclass(frozen=True)
-class StepShape:
-    """The layer that is measured: sizes, experts, ranks and the weights' format."""
-
-    hidden: int = 2048
-    intermediate: int = 768
-    num_experts: int = 32
-    top_k: int = 8
-    format: str = "q4_k"
+__all__ = ["StepRow", "StepShape", "all_errors", "limit_us", "measure_steps", "random_store"]
 
 
 @dataclass(frozen=True)
@@ -73,24 +62,6 @@ class StepRow:
         """Plain types for JSON, without the single errors; what was not measured is None."""
         values = {name: value for name, value in asdict(self).items() if name != "errors"}
         return {name: None if value != value else value for name, value in values.items()}
-
-
-def random_store(shape: StepShape, num_layers: int = 1) -> ExpertStore:
-    """Experts of random weights of the shape; a few distinct ones, repeated."""
-    fmt, rng = format_of(shape.format), np.random.default_rng(SEED)
-    distinct = min(4, shape.num_experts)
-
-    def matrix(rows: int, columns: int) -> np.ndarray:
-        values = rng.standard_normal((distinct * rows, columns), np.float32) / np.sqrt(columns, dtype=np.float32)
-        packed = fmt.quantize(values.reshape(-1, fmt.block_size)).reshape(distinct, rows, -1)
-        return packed[np.arange(shape.num_experts) % distinct]
-
-    layer = {
-        "gate": matrix(shape.intermediate, shape.hidden),
-        "up": matrix(shape.intermediate, shape.hidden),
-        "down": matrix(shape.hidden, shape.intermediate),
-    }
-    return ExpertStore.from_arrays([layer] * num_layers, formats=shape.format)
 
 
 def measure_steps(

@@ -1,0 +1,284 @@
+"""The product's own lanes as something to time: jobs of packed experts, posted to its team, link and device threads.
+
+An isolated loop over a kernel does not predict the lane that runs it, so what is timed here is the lane: its
+threads, its tasks, its blocks, experts packed as a store packs them. A call arms the blocks of one step, posts
+every lane that has work and waits for all. Experts lie one after the other in memory larger than the caches, and
+successive steps take other ones. The result of the first step is checked against NumPy.
+
+The file knows no store, no residency and no decisions.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from trilane.cpu_kernels.activation import copy_row_f32, quantize_row, row_nbytes
+from trilane.cpu_kernels.arena import Arena
+from trilane.cpu_kernels.cpus import CpuBudget, suggest_spin_us
+from trilane.cpu_kernels.formats import BLOCK, Format, UInt8Array, format_of
+from trilane.cpu_kernels.gate import GATES
+from trilane.cpu_kernels.host_lanes import device_task, link_task, team_task
+from trilane.cpu_kernels.host_workspace import StepShape, aligned, make_workspace
+from trilane.cpu_kernels.isa import best_isa
+from trilane.cpu_kernels.jobs import post_job, wait_job
+from trilane.cpu_kernels.layout import OFFSET, ExpertLayout, pack_expert
+from trilane.cpu_kernels.rows import ROWS_SIGNATURE
+from trilane.cpu_kernels.shard_words import layer_words, set_weights
+from trilane.cpu_kernels.team import LaneThread, WorkerTeam
+from trilane.cpu_kernels.words import DeviceJob, LinkJob, Piece, Shard, TeamJob, set_word, word
+from trilane.errors import ProbeError
+from trilane.jit import native
+from trilane.probes.timing import NUM_WORDS, Case, scattered
+
+HIDDEN, INTERMEDIATE = 2048, 768  # of the experts that are timed: three shards each
+TASKS_PER_THREAD = 12  # CPU tasks of a step, as the engine cuts them
+MIN_UP_ROWS, MIN_DOWN_ROWS = 16, 128
+MOST_STEPS = 64
+LANES = ("hit", "stream", "zero_copy", "cpu")
+_NUM_DISTINCT = 32  # different rows in a matrix
+_TOLERANCE = 0.05  # of the largest output: eight-bit activations, twice
+
+
+@functools.cache
+def lanes_call() -> Any:
+    """A call of the row kernels' signature that runs one step: arms its blocks, posts its lanes, waits for them.
+
+    Arguments: address of int64[6] (job words of team, link and device; their tasks), team block, its number of
+    tasks, link block, device block (0: nothing to do), first Shard block, number of them; four unused.
+    """
+
+    @native(ROWS_SIGNATURE)
+    def run(control, team, num_tasks, link, device, shards, num_shards, a, b, c, d):
+        for i in range(num_shards):
+            set_word(shards + 8 * Shard.SIZE * i, Shard.PROGRESS, 0)
+            set_word(shards + 8 * Shard.SIZE * i, Shard.LANDED, 0)
+        linked = post_job(word(control, 1), word(control, 4), link, 1) if link != 0 else 0
+        teamed = 0
+        if team != 0:
+            set_word(team, TeamJob.DONE, 0)
+            teamed = post_job(word(control, 0), word(control, 3), team, num_tasks)
+        deviced = post_job(word(control, 2), word(control, 5), device, 1) if device != 0 else 0
+        if linked > 0:
+            wait_job(word(control, 1), linked, -1)
+        if teamed > 0:
+            wait_job(word(control, 0), teamed, -1)
+        if deviced > 0:
+            wait_job(word(control, 2), deviced, -1)
+
+    return run
+
+
+@dataclass(frozen=True)
+class Lanes:
+    """Running threads of the three lanes, and what a call needs to post to them."""
+
+    team: WorkerTeam
+    control: NDArray[np.int64]
+
+    @property
+    def num_threads(self) -> int:
+        return self.team.num_threads
+
+
+@contextlib.contextmanager
+def open_lanes(num_threads: int, budget: CpuBudget, spin_us: float | None = None) -> Iterator[Lanes]:
+    """Start a team of ``num_threads``, a link and a device thread, with the product's own spinning."""
+    spin = suggest_spin_us(budget, num_threads) if spin_us is None else spin_us
+    with (
+        WorkerTeam(num_threads, name="probe-cpu", spin_us=spin) as team,
+        LaneThread("probe-link", spin_us=spin) as link,
+        LaneThread("probe-device", spin_us=spin) as device,
+    ):
+        words = [team.words, link.words, device.words]
+        tasks = [team_task().address, link_task().address, device_task().address]
+        yield Lanes(team, np.array([*words, *tasks], np.int64))
+
+
+@dataclass(frozen=True)
+class Share:
+    """Experts of one step, by lane; ``num_rows`` activation rows for each."""
+
+    hit: int = 0
+    stream: int = 0
+    zero_copy: int = 0
+    cpu: int = 0
+    num_rows: int = 1
+
+    @property
+    def num_experts(self) -> int:
+        return self.hit + self.stream + self.zero_copy + self.cpu
+
+
+@dataclass
+class Experts:
+    """Copies of one expert over an arena, packed as a store packs them, and its right output."""
+
+    format: str
+    arena: Arena
+    layout: ExpertLayout = field(init=False)
+    count: int = field(init=False)
+
+    def __post_init__(self) -> None:
+        fmt = format_of(self.format)
+        self.layout = ExpertLayout(HIDDEN, INTERMEDIATE, fmt, fmt, fmt)
+        rng = np.random.default_rng(1)
+        self.x = rng.standard_normal(HIDDEN).astype(np.float32)
+        gate, up, down = (_matrix(fmt, rng, *shape) for shape in _SHAPES)
+        packed = np.zeros(self.layout.expert_nbytes, np.uint8)
+        pack_expert(self.layout, packed, gate, up, down)
+        self.count = self.arena.nbytes // packed.nbytes
+        self.arena.view(0, self.count * packed.nbytes).reshape(self.count, -1)[:] = packed
+        self.expected = _output(fmt, self.x, gate, up, down)
+        self.record = _record(fmt, self.x)
+        self.words = layer_words(self.layout, GATES["silu_glu"], 1.702, 7.0, best_isa())
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of one expert, as its lane reads them."""
+        return int(self.layout.shard_nbytes.sum())
+
+
+_SHAPES = ((INTERMEDIATE, HIDDEN), (INTERMEDIATE, HIDDEN), (HIDDEN, INTERMEDIATE))
+
+
+def _matrix(fmt: Format, rng: np.random.Generator, rows: int, columns: int) -> UInt8Array:
+    """Source rows of a random matrix of few distinct rows, scaled so that outputs are about 1."""
+    values = rng.standard_normal((_NUM_DISTINCT, columns), np.float32) / np.sqrt(columns, dtype=np.float32)
+    blocks = fmt.quantize(values.reshape(-1, fmt.block_size)).reshape(_NUM_DISTINCT, -1)
+    return np.resize(blocks, (rows, blocks.shape[1]))
+
+
+def _output(fmt: Format, x: NDArray[np.float32], *matrices: UInt8Array) -> NDArray[np.float32]:
+    gate, up, down = (fmt.dequantize_rows(matrix[:_NUM_DISTINCT]) for matrix in matrices)
+    g, u = np.resize(gate @ x, INTERMEDIATE), np.resize(up @ x, INTERMEDIATE)
+    return np.resize(down @ (g / (1 + np.exp(-g)) * u), HIDDEN)
+
+
+def _record(fmt: Format, x: NDArray[np.float32]) -> UInt8Array:
+    record = aligned(row_nbytes(fmt.activation, len(x)), np.uint8)
+    write = quantize_row if fmt.activation == "int8" else copy_row_f32
+    write(int(x.ctypes.data), len(x), int(record.ctypes.data))
+    return record
+
+
+def lanes_case(name: str, lanes: Lanes, experts: Experts, slots: Arena, share: Share) -> Case:
+    """A case whose steps run ``share`` on the lanes; streamed experts are copied into ``slots`` in turn."""
+    ring = _Ring(lanes, experts, slots, share)
+    return Case(name, share.num_experts * experts.nbytes, ring.calls(), ring.check, waits=True, held=(ring,))
+
+
+class _Ring:
+    """The blocks of all steps of a case. Items lie in the order hit, streamed, CPU, zero-copy, as the engine's do."""
+
+    def __init__(self, lanes: Lanes, experts: Experts, slots: Arena, share: Share) -> None:
+        self.lanes, self.experts, self.share = lanes, experts, share
+        self.num_shards = experts.layout.num_shards
+        self.num_items = share.num_experts * self.num_shards
+        self.num_steps = max(1, min(MOST_STEPS, experts.count // share.num_experts))
+        positions = share.num_experts * share.num_rows
+        shape = StepShape(1, positions, HIDDEN, share.num_experts, self.num_shards)
+        self.ws = make_workspace(shape)
+        self.ws.parts[:] = np.nan
+        self.ws.gate_inputs[:] = experts.record.ctypes.data
+        self.shards = aligned(self.num_steps * self.num_items * Shard.SIZE, np.int64)
+        self.shards = self.shards.reshape(self.num_steps, self.num_items, Shard.SIZE)
+        self.pieces = np.zeros((self.num_steps, self.num_items, Piece.SIZE), np.int64)
+        self.jobs = np.zeros((3, self.num_steps, 16), np.int64)
+        self.slots, self.num_slots = slots, slots.nbytes // int(experts.layout.shard_nbytes.max())
+        order = scattered(experts.count)
+        for step in range(self.num_steps):
+            for item in range(self.num_items):
+                self._lay_out(step, item, int(order[(step * share.num_experts + item // self.num_shards) % len(order)]))
+            self._set_jobs(step)
+
+    def _lay_out(self, step: int, item: int, expert: int) -> None:
+        block, where = self.shards[step, item], self.experts.layout.descriptor[item % self.num_shards]
+        source = self.experts.arena.address + expert * self.experts.layout.expert_nbytes + int(where[OFFSET])
+        first_streamed, first_cpu = self._start("stream"), self._start("cpu")
+        streamed = first_streamed <= item < first_cpu
+        slot = self._slot(step * self.num_items + item) if streamed else 0
+        set_weights(block, where, slot if streamed else source)
+        rows, row = self.share.num_rows, item * self.share.num_rows
+        block[Shard.NUM_ROWS] = rows
+        block[Shard.GATE_INPUTS] = block[Shard.UP_INPUTS] = self.ws.gate_inputs.ctypes.data
+        block[Shard.PRODUCTS] = self.ws.products.ctypes.data + row * 8 * BLOCK
+        block[Shard.RECORDS] = self.ws.records.ctypes.data + row * (self.ws.records.nbytes // self._rows_in_all)
+        block[Shard.DOWN_INPUTS] = self.ws.down_inputs.ctypes.data + 8 * row
+        block[Shard.BAD] = self.ws.bad_hidden.ctypes.data + 8 * row
+        block[Shard.OUT] = self.ws.parts.ctypes.data + 4 * HIDDEN * row
+        block[Shard.OUT_STRIDE] = HIDDEN
+        if streamed or item >= self._start("zero_copy"):
+            self._set_piece(step, item, source, slot)
+
+    @property
+    def _rows_in_all(self) -> int:
+        return self.num_items * self.share.num_rows
+
+    def _start(self, lane: str) -> int:
+        """The first item of a lane."""
+        before = {"hit": (), "stream": ("hit",), "cpu": ("hit", "stream"), "zero_copy": ("hit", "stream", "cpu")}[lane]
+        return self.num_shards * sum(getattr(self.share, name) for name in before)
+
+    def _slot(self, index: int) -> int:
+        nbytes = int(self.experts.layout.shard_nbytes.max())
+        return self.slots.address + index % self.num_slots * nbytes
+
+    def _set_piece(self, step: int, item: int, source: int, slot: int) -> None:
+        address = self.shards[step, item].ctypes.data
+        number = item - self._start("stream") if slot else item - self._start("zero_copy") + self._count("stream")
+        piece = self.pieces[step, number]
+        piece[Piece.SOURCE], piece[Piece.DESTINATION] = source, slot
+        piece[Piece.NBYTES] = self.shards[step, item, Shard.NBYTES]
+        piece[Piece.SHARD] = 0 if slot else address
+        piece[Piece.LANDED] = address + 8 * Shard.LANDED
+
+    def _count(self, lane: str) -> int:
+        return self.num_shards * int(getattr(self.share, lane))
+
+    def _set_jobs(self, step: int) -> None:
+        team, link, device = self.jobs[:, step]
+        words = self.experts.words.ctypes.data
+        team[TeamJob.LAYER] = link[LinkJob.LAYER] = device[DeviceJob.LAYER] = words
+        device[DeviceJob.SHARDS] = self.shards[step].ctypes.data
+        device[DeviceJob.NUM_HITS], device[DeviceJob.NUM_STREAMED] = self._count("hit"), self._count("stream")
+        link[LinkJob.PIECES] = self.pieces[step].ctypes.data
+        link[LinkJob.NUM_PIECES] = self._count("stream") + self._count("zero_copy")
+        team[TeamJob.SHARDS] = self.shards[step].ctypes.data + 8 * Shard.SIZE * self._start("cpu")
+        team[TeamJob.NUM_SHARDS] = self._count("cpu")
+        threads = self.lanes.num_threads
+        wanted = 1 if threads == 1 else -(-TASKS_PER_THREAD * threads // max(1, self._count("cpu")))
+        team[TeamJob.UP_CHUNKS] = max(1, min(wanted * 2 // 3, BLOCK // MIN_UP_ROWS))
+        team[TeamJob.DOWN_CHUNKS] = max(1, min(wanted // 3, HIDDEN // MIN_DOWN_ROWS))
+
+    def calls(self) -> NDArray[np.int64]:
+        """One thread's calls; the lanes' threads are not the timing's."""
+        calls = np.zeros((1, self.num_steps, NUM_WORDS), np.int64)
+        team, link, device = (self.jobs[k].ctypes.data + 128 * np.arange(self.num_steps) for k in range(3))
+        chunks = self.jobs[0, 0, TeamJob.UP_CHUNKS] + self.jobs[0, 0, TeamJob.DOWN_CHUNKS]
+        calls[:, :, 0] = lanes_call().address
+        calls[:, :, 1] = self.lanes.control.ctypes.data
+        calls[:, :, 2] = team if self.share.cpu else 0
+        calls[:, :, 3] = self._count("cpu") * chunks
+        calls[:, :, 4] = link if self.share.stream + self.share.zero_copy else 0
+        calls[:, :, 5] = device if self.share.hit + self.share.stream else 0
+        calls[:, :, 6] = self.shards.ctypes.data + self.shards.strides[0] * np.arange(self.num_steps)
+        calls[:, :, 7] = self.num_items
+        return calls
+
+    def check(self) -> None:
+        """Every expert of the first step gave the output that NumPy gives."""
+        rows = self.share.num_rows
+        parts = self.ws.parts[: self._rows_in_all * HIDDEN].reshape(-1, self.num_shards, rows, HIDDEN)
+        error = np.abs(parts.sum(axis=1) - self.experts.expected).max()
+        if not error <= _TOLERANCE * np.abs(self.experts.expected).max():
+            raise ProbeError(
+                f"experts in {self.experts.format} on the lanes {self.share} gave a wrong output: their speed would "
+                "be worthless; please report this with the output of 'trilane probe'"
+            )
