@@ -63,6 +63,8 @@ class HostDevice:
         Slots, and bytes of each.
     threads : int or "auto"
         Workers of the CPU lane.
+    knee : int, optional
+        Most of them for "auto": more would not compute faster.
     spin_us : float or "auto"
     stall_timeout_s : float
         A job without progress for so long is given up.
@@ -77,6 +79,7 @@ class HostDevice:
         slot_nbytes: int,
         *,
         threads: int | str = "auto",
+        knee: int | None = None,
         spin_us: float | str = "auto",
         stall_timeout_s: float = 30.0,
         played: PlayedRates | None = None,
@@ -85,7 +88,7 @@ class HostDevice:
         budget = budget or read_cpu_budget()
         self.budget = budget
         self.played = played or PlayedRates()
-        self.num_threads, self.thread_reasons = _team_size(budget, threads)
+        self.num_threads, self.thread_reasons = _team_size(budget, threads, knee)
         spin = suggest_spin_us(budget, self.num_threads) if spin_us == "auto" else spin_us
         options: dict[str, Any] = {"spin_us": spin, "stall_timeout_s": stall_timeout_s}
         stride = -(-max(1, slot_nbytes) // SLOT_ALIGNMENT) * SLOT_ALIGNMENT
@@ -194,10 +197,16 @@ def set_flag(address, value):
     store_at(address, value)
 
 
-def _team_size(budget: CpuBudget, threads: int | str) -> tuple[int, tuple[str, ...]]:
-    if threads != "auto":
-        return int(threads), ()
+def _team_size(budget: CpuBudget, threads: int | str, knee: int | None) -> tuple[int, tuple[str, ...]]:
+    return (int(threads), ()) if threads != "auto" else suggest_team_size(budget, knee)
+
+
+def suggest_team_size(budget: CpuBudget, knee: int | None = None) -> tuple[int, tuple[str, ...]]:
+    """Workers of the CPU lane beside the link and the device thread, and why not more; ``knee``: at most so many."""
     count, reasons = suggest_num_threads(budget)
     if count > 2 * LANE_THREADS:
-        return count - LANE_THREADS, (*reasons, "two cores left for the link and the device thread")
+        count -= LANE_THREADS
+        reasons = (*reasons, "two cores left for the link and the device thread")
+    if knee is not None and 1 <= knee < count:
+        return knee, (*reasons, f"{knee} threads are as fast as more on this machine")
     return count, reasons

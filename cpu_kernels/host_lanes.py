@@ -121,6 +121,12 @@ def run_team_task(job, task):
 
 # --------------------------------------------------------------------------------------------- the device itself
 @compiled
+def _begin_ns(posted_ns):
+    """When a lane's time begins: at the post, so that a thread that wakes late still ends when it is due."""
+    return posted_ns if posted_ns != 0 else mono_ns()
+
+
+@compiled
 def _played_ns(shard, played_ps):
     return word(shard, Shard.NBYTES) * played_ps // 1000
 
@@ -130,7 +136,7 @@ def run_device_job(job):
     """Resident shards first, then streamed ones in the order in which they were asked for."""
     layer, shard = word(job, DeviceJob.LAYER), word(job, DeviceJob.SHARDS)
     played_ps = word(job, DeviceJob.HIT_PS)
-    due = mono_ns()
+    due = _begin_ns(word(job, DeviceJob.POSTED_NS))
     set_word(job, DeviceJob.START_NS, due)
     for _ in range(word(job, DeviceJob.NUM_HITS)):
         run_shard(layer, shard)
@@ -170,7 +176,7 @@ def _copy_piece(job, piece, due, played_ns):
 def run_link_job(job):
     """All pieces in order; a piece is announced when it has landed."""
     layer, piece = word(job, LinkJob.LAYER), word(job, LinkJob.PIECES)
-    due = mono_ns()
+    due = _begin_ns(word(job, LinkJob.POSTED_NS))
     set_word(job, LinkJob.START_NS, due)
     for _ in range(word(job, LinkJob.NUM_PIECES)):
         if load_at(address_of(job, LinkJob.ABORT)) != 0:

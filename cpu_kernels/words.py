@@ -92,6 +92,7 @@ class DeviceJob(IntEnum):
     HITS_END_NS = 6
     END_NS = 7
     START_NS = 8
+    POSTED_NS = 9  # played times count from here; 0: from when the thread begins
     SIZE = 16
 
 
@@ -106,6 +107,7 @@ class LinkJob(IntEnum):
     START_NS = 5
     END_NS = 6
     ABORT = 7
+    POSTED_NS = 8  # played times count from here; 0: from when the thread begins
     SIZE = 16
 
 

@@ -116,6 +116,12 @@ class Share:
         return self.hit + self.stream + self.zero_copy + self.cpu
 
 
+def expert_layout(format_name: str) -> ExpertLayout:
+    """The layout of the experts that are timed."""
+    fmt = format_of(format_name)
+    return ExpertLayout(HIDDEN, INTERMEDIATE, fmt, fmt, fmt)
+
+
 @dataclass
 class Experts:
     """Copies of one expert over an arena, packed as a store packs them, and its right output."""
@@ -127,7 +133,7 @@ class Experts:
 
     def __post_init__(self) -> None:
         fmt = format_of(self.format)
-        self.layout = ExpertLayout(HIDDEN, INTERMEDIATE, fmt, fmt, fmt)
+        self.layout = expert_layout(self.format)
         rng = np.random.default_rng(1)
         self.x = rng.standard_normal(HIDDEN).astype(np.float32)
         gate, up, down = (_matrix(fmt, rng, *shape) for shape in _SHAPES)
@@ -169,7 +175,10 @@ def _record(fmt: Format, x: NDArray[np.float32]) -> UInt8Array:
 
 
 def lanes_case(name: str, lanes: Lanes, experts: Experts, slots: Arena, share: Share) -> Case:
-    """A case whose steps run ``share`` on the lanes; streamed experts are copied into ``slots`` in turn."""
+    """A case whose steps run ``share`` on the lanes; streamed experts are copied into ``slots`` in turn.
+
+    ``slots`` must have room for all that one step streams.
+    """
     ring = _Ring(lanes, experts, slots, share)
     return Case(name, share.num_experts * experts.nbytes, ring.calls(), ring.check, waits=True, held=(ring,))
 

@@ -20,14 +20,14 @@ from trilane.config import Config
 from trilane.cpu_kernels.arena import Arena, allocate_arena
 from trilane.cpu_kernels.cpus import CpuBudget, read_cpu_budget, suggest_num_threads
 from trilane.cpu_kernels.formats import FORMATS
-from trilane.cpu_kernels.host_device import LANE_THREADS
+from trilane.cpu_kernels.host_device import suggest_team_size
 from trilane.host_runner import HostRunner
 from trilane.lane_probe import measure_fixed_costs
 from trilane.probes.contention import Contention, even_share, measure_contention
 from trilane.probes.copies import CopyRates, measure_copies
 from trilane.probes.handover import measure_handover
 from trilane.probes.host_memory import measure_read, probe_arena
-from trilane.probes.lane_jobs import Experts, Lanes, open_lanes
+from trilane.probes.lane_jobs import Experts, Lanes, expert_layout, open_lanes
 from trilane.probes.lane_rates import BATCH_ROWS, LaneTimes, measure_in_place, measure_lane
 from trilane.probes.machine import describe_machine
 from trilane.profile import Curve, Machine, MachineProfile
@@ -37,7 +37,8 @@ BASE_FORMAT = "q4_k"  # of experts where one format stands for all
 COPY_NBYTES = (64 << 10, 256 << 10, 1 << 20, 4 << 20)
 IN_FLIGHT = (1, 2, 4, 8)
 TOGETHER_EXPERTS = 16
-PASSES, QUICK_PASSES = 5, 2
+PASSES, QUICK_PASSES = 7, 2
+FULL_S, QUICK_S = 25.0, 4.5  # no further pass that would end later, the compiler's time not counted
 STEP_EXPERTS = 16
 
 
@@ -72,7 +73,11 @@ class Session:
     @cached_property
     def arena(self) -> Arena:
         """Where experts lie, larger than the caches."""
-        return probe_arena(least_nbytes=(128 << 20) if self.quick else (256 << 20))
+        arena = probe_arena(least_nbytes=(128 << 20) if self.quick else (256 << 20))
+        wanted = max(expert_layout(name).expert_nbytes for name in self.formats)
+        if arena.nbytes < wanted:
+            raise Skipped(f"a quarter of the free memory is {arena.nbytes} bytes, an expert {wanted}: free some")
+        return arena
 
     @cached_property
     def slots(self) -> Arena:
@@ -96,7 +101,7 @@ class Session:
     def runner(self) -> HostRunner:
         """Real steps on a store of random experts, half of them resident."""
         store = random_store(StepShape(num_experts=STEP_EXPERTS, format=self.experts().format))
-        config = Config(cache={"fraction": 0.5}, cpu={"threads": default_threads(self.budget)})
+        config = Config(cache={"fraction": 0.5}, cpu={"threads": suggest_team_size(self.budget)[0]})
         runner = HostRunner(store, config)
         self.stack.callback(runner.close)
         return runner
@@ -124,16 +129,10 @@ def this_machine() -> Machine:
     )
 
 
-def default_threads(budget: CpuBudget) -> int:
-    """Workers of the host device where no knee is known: two cores are left for its link and its device thread."""
-    count, _ = suggest_num_threads(budget)
-    return count - LANE_THREADS if count > 2 * LANE_THREADS else count
-
-
 def thread_counts(budget: CpuBudget, quick: bool) -> tuple[int, ...]:
     """Team sizes to measure: powers of two up to all workers that the budget allows; fewer in the quick mode."""
     most = suggest_num_threads(budget)[0]
-    usual = {1, default_threads(budget), most}
+    usual = {1, suggest_team_size(budget)[0], most}
     if quick:
         return tuple(sorted(usual | {max(1, most // 2)}))
     return tuple(sorted(usual | {1 << k for k in range(most.bit_length()) if 1 << k <= most}))
@@ -243,7 +242,8 @@ def _handover_fields(session: Session, found: tuple[float, float | None]) -> dic
 def _measure_together(session: Session, previous: Contention | None) -> Contention:
     if session.budget.num_concurrent < 2:
         raise Skipped("one CPU: lanes can only take turns")
-    experts, threads = session.experts(), default_threads(session.budget)
+    _need(session, "experts")
+    experts, threads = session.experts(), suggest_team_size(session.budget)[0]
     known = session.profile
     rates = {
         "hit": known.device_experts[experts.format],
@@ -255,7 +255,7 @@ def _measure_together(session: Session, previous: Contention | None) -> Contenti
 
 
 def _together_fields(session: Session, found: Contention) -> dict[str, Any]:
-    threads = float(default_threads(session.budget))
+    threads = float(suggest_team_size(session.budget)[0])
     cores = {"hit": 1.0, "zero_copy": 1.0, "cpu": threads}
     return {
         "both_gb_s": found.joint_gb_s(float(session.budget.num_concurrent), cores),
@@ -265,12 +265,19 @@ def _together_fields(session: Session, found: Contention) -> dict[str, Any]:
 
 
 def _measure_steps(session: Session, previous: dict[str, float] | None) -> dict[str, float]:
+    _need(session, "experts", "copies", "in_place")
     costs = measure_fixed_costs(session.runner, session.profile)
     return {name: min(us, (previous or {}).get(name, us)) for name, us in costs.items()}
 
 
 def _step_fields(session: Session, found: dict[str, float]) -> dict[str, Any]:
     return {**found, "copy_fix_us": 0.0}
+
+
+def _need(session: Session, *names: str) -> None:
+    missing = [name for name in names if name in session.profile.skipped]
+    if missing:
+        raise Skipped(f"it needs the rates of {' and '.join(missing)}, which were not measured")
 
 
 PROBES = (
@@ -320,9 +327,13 @@ def calibrate(
     seconds = dict.fromkeys((probe.name for probe in PROBES), 0.0)
     with session.stack, _compile_timer() as compiling:
         found: dict[str, Any] = {}
-        rounds = QUICK_PASSES if quick else PASSES
+        rounds, most_s = (QUICK_PASSES, QUICK_S) if quick else (PASSES, FULL_S)
         for index in range(rounds * len(PROBES)):
-            probe = PROBES[index % len(PROBES)]
+            done, turn = divmod(index, len(PROBES))
+            taken_s = sum(seconds.values()) - compiling()
+            if turn == 0 and done and taken_s * (done + 1) / done > most_s:
+                break  # another pass would take too long: a busy machine
+            probe = PROBES[turn]
             if on_progress is not None:
                 on_progress(probe.title, index / (rounds * len(PROBES)))
             begin = time.perf_counter()

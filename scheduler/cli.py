@@ -14,6 +14,7 @@ import typer
 from trilane import __version__
 from trilane.cli_bench import bench_app
 from trilane.cli_config import show_config
+from trilane.cli_probe import probe
 from trilane.errors import TrilaneError
 
 app = typer.Typer(
@@ -23,6 +24,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
+app.command("probe")(probe)
 app.add_typer(bench_app, name="bench")
 app.command("config")(show_config)
 

@@ -17,7 +17,6 @@ if TYPE_CHECKING:
     from trilane.step_bench import StepRow
 
 bench_app = typer.Typer(no_args_is_help=True, help="Measure: kernels, steps, lanes.")
-ZERO_COPY_SHARE = 0.9  # of a played link: reads in place do a little worse than copies
 
 T = TypeVar("T")
 
@@ -178,19 +177,32 @@ def bench_step(
     experts: Annotated[int, typer.Option(min=2, help="Experts of the layer.")] = 32,
     top_k: Annotated[int, typer.Option(min=1, help="Experts of a token.")] = 8,
     format_name: Annotated[str, typer.Option("--format", "-f", help="Weight format.")] = "q4_k",
+    played: Annotated[
+        bool, typer.Option("--played", help="Play three links, a device and a CPU lane that this machine can hold.")
+    ] = False,
     link_gb_s: Annotated[
         list[float] | None, typer.Option("--link-gb-s", help="Play a link of this speed; repeat it to compare.")
     ] = None,
     link_fix_us: Annotated[float, typer.Option(min=0, help="Play so many us for each copy.")] = 10.0,
     hit_gb_s: Annotated[float | None, typer.Option(help="Play a device of this speed.")] = None,
     cpu_gb_s: Annotated[float | None, typer.Option(help="Play a CPU lane of this speed.")] = None,
-    repeats: Annotated[int, typer.Option(min=2, help="Steps of each kind.")] = 25,
+    repeats: Annotated[int, typer.Option(min=2, help="Steps of each kind.")] = 40,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")] = False,
 ) -> None:
     """Whole layer-steps by residency and misses: predicted, measured, and the limit of bytes over rates."""
+    import numpy as np
+
     from trilane.config import Config
     from trilane.probes.machine import describe_machine
-    from trilane.step_bench import StepShape, all_errors, measure_steps, random_store
+    from trilane.start_profile import start_profile
+    from trilane.step_bench import (
+        ZERO_COPY_PART,
+        StepShape,
+        all_errors,
+        measure_steps,
+        played_rates,
+        random_store,
+    )
 
     names = _formats([format_name])
     if top_k > experts // 2:
@@ -199,14 +211,15 @@ def bench_step(
     if max(counts) > top_k:
         raise typer.BadParameter(f"{max(counts)} misses of {top_k} experts", param_hint="--misses")
     shape = StepShape(hidden, intermediate, experts, top_k, names[0])
-    store, links = random_store(shape), [None] if link_gb_s is None else list(link_gb_s)
-    rows: list[StepRow] = []
-    for link in links:
-        played = {"link_gb_s": link, "hit_gb_s": hit_gb_s, "cpu_gb_s": cpu_gb_s}
-        if link is not None:
-            played |= {"zero_copy_gb_s": ZERO_COPY_SHARE * link, "link_fix_us": link_fix_us}
-        config = Config(cache={"fraction": 0.5}, host_device=played)
-        rows += measure_steps(store, shape, config, misses=counts, repeats=repeats)
+    profile = start_profile(None, Config())
+    given = {"hit_gb_s": hit_gb_s, "cpu_gb_s": cpu_gb_s}
+    links = [
+        {"link_gb_s": x, "zero_copy_gb_s": ZERO_COPY_PART * x, "link_fix_us": link_fix_us} for x in link_gb_s or ()
+    ]
+    rates = played_rates(profile, names[0]) if played else [{**given, **link} for link in links or [{}]]
+    configs = [Config(cache={"fraction": 0.5}, host_device=rate) for rate in rates]
+    store = random_store(shape)
+    rows = list(measure_steps(store, shape, configs, misses=counts, repeats=repeats, profile=profile))
     median, p90 = all_errors(rows)
     machine = describe_machine()
     if as_json:
@@ -216,6 +229,8 @@ def bench_step(
             "rows": [row.to_dict() for row in rows],
             "median_error": median,
             "p90_error": p90,
+            "median_error_of_medians": float(np.nanmedian([row.median_error for row in rows])),
+            "p90_error_of_medians": float(np.nanquantile([row.median_error for row in rows], 0.9)),
         }
         typer.echo(json.dumps(found, indent=1))
     else:

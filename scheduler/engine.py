@@ -33,8 +33,9 @@ from trilane.errors import (
 from trilane.expert import Outcome, Plan
 from trilane.host_runner import HostRunner, StepInput
 from trilane.journal import StoryEntry
-from trilane.lane_probe import calibrate, rates_of_layers
+from trilane.layer_rates import rates_of_layers, store_formats
 from trilane.profile import MachineProfile
+from trilane.start_profile import start_profile
 from trilane.stats import Stats, make_stats
 from trilane.store import ExpertStore
 
@@ -85,8 +86,9 @@ class ExpertScheduler:
     ----------
     store : ExpertStore
         The experts in host RAM; may be shared by several schedulers.
-    profile : MachineProfile, optional
-        The machine's measured rates. None: the lanes are measured once, which takes about a second.
+    profile : MachineProfile or path, optional
+        The machine's measured rates. None: the saved profile of this machine; where there is none, the machine is
+        measured once, in about five seconds, and the profile is saved (``profile.missing`` can refuse that).
     config : Config, EffectiveConfig, mapping or path, optional
         Options; see :class:`~trilane.Config`. A path names a YAML file. Variables such as
         ``TRILANE_CACHE_SLOTS`` apply over a file, and where nothing is given; options that are passed as
@@ -119,7 +121,7 @@ class ExpertScheduler:
         self,
         store: ExpertStore,
         *,
-        profile: MachineProfile | None = None,
+        profile: MachineProfile | str | os.PathLike[str] | None = None,
         config: Config | EffectiveConfig | Mapping[str, Any] | str | os.PathLike[str] | None = None,
         device: str = "host",
     ) -> None:
@@ -130,11 +132,11 @@ class ExpertScheduler:
         self._pid = os.getpid()
         self._ticket: Ticket | None = None
         self._failure: TrilaneError | None = None
+        self.profile = start_profile(profile, self.config)
         with _public_errors():
-            self._runner = HostRunner(store, self.config)
+            self._runner = HostRunner(store, self.config, knee=self.profile.knee(store_formats(store)))
         self._finalizer = weakref.finalize(self, self._runner.close)
         with self._closing_on_error():
-            self.profile = profile or calibrate(self._runner)
             self._runner.rates = rates_of_layers(self.profile, self._runner)
 
     # ------------------------------------------------------------------------------------------- running

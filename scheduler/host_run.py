@@ -140,6 +140,7 @@ def post_wave(run):
     step[Step.LINK_TICKET : Step.DEVICE_TICKET + 1] = 0
     step[Step.TEAM_TICKET] = 0
     link, team, device = ws.link_job, ws.team_job, ws.device_job
+    link[LinkJob.POSTED_NS] = device[DeviceJob.POSTED_NS] = mono_ns()
     if link[LinkJob.NUM_PIECES] > 0:
         step[Step.LINK_TICKET] = post_job(lanes[Lane.LINK], lanes[Lane.LINK_TASK], ws.address[Part.LINK_BLOCK], 1)
     if team[TeamJob.NUM_SHARDS] > 0:

@@ -90,9 +90,11 @@ class HostRunner:
     ----------
     store : ExpertStore
     config : Config
+    knee : int, optional
+        CPU threads beyond which this machine's rates no longer grow; "auto" threads are at most so many.
     """
 
-    def __init__(self, store: ExpertStore, config: Config) -> None:
+    def __init__(self, store: ExpertStore, config: Config, *, knee: int | None = None) -> None:
         self.store, self.config = store, config
         isa = _available_isa(config.cpu.isa)
         self.geometry = store_geometry(store)
@@ -102,6 +104,7 @@ class HostRunner:
             self._num_slots,
             slot_nbytes,
             threads=config.cpu.threads,
+            knee=knee,
             spin_us=config.cpu.spin_us,
             stall_timeout_s=config.cpu.stall_timeout_s,
             played=PlayedRates(**config.host_device.model_dump()),

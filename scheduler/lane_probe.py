@@ -14,11 +14,10 @@ import numpy as np
 
 from trilane.accounts import CPU_US, FETCH_US, HITS_US
 from trilane.cost import Rates
-from trilane.errors import ProfileError
 from trilane.host_runner import HostRunner, StepInput
+from trilane.layer_rates import layer_rates
 from trilane.plan import Options, make_options
-from trilane.profile import FIXED_COSTS, MachineProfile, play
-from trilane.store import StoreLayer
+from trilane.profile import FIXED_COSTS, MachineProfile
 
 REPEATS = 9
 MAX_EXPERTS = 6
@@ -34,50 +33,12 @@ class Sample(NamedTuple):
     step_us: float
 
 
-def layer_formats(layer: StoreLayer) -> dict[str, float]:
-    """The formats of a layer's experts and the bytes in each."""
-    layout = layer.layout
-    found: dict[str, float] = {}
-    for fmt, rows, columns in (
-        (layout.gate, layout.intermediate, layout.hidden),
-        (layout.up, layout.intermediate, layout.hidden),
-        (layout.down, layout.hidden, layout.intermediate),
-    ):
-        if fmt is not None:
-            found[fmt.name] = found.get(fmt.name, 0.0) + rows * fmt.row_source_nbytes(columns)
-    return found
-
-
-def rates_of_layers(profile: MachineProfile, runner: HostRunner) -> list[Rates]:
-    """The cost model's constants for each layer of the runner's store.
-
-    Raises
-    ------
-    ProfileError
-        The profile has no rate for a layer's formats.
-    """
-    played = runner.device.played.given()
-    profile = play(profile, **played) if played else profile
-    return [_layer_rates(profile, layer, runner.device.num_threads) for layer in runner.store.layers]
-
-
-def _layer_rates(profile: MachineProfile, layer: StoreLayer, threads: int) -> Rates:
-    formats = layer_formats(layer)
-    if not profile.knows(formats):
-        known = ", ".join(sorted(profile.cpu_experts)) or "none"
-        raise ProfileError(
-            f"the profile has no rates for experts in {'+'.join(formats)}, only for: {known}; measure the machine "
-            "again with 'trilane probe'"
-        )
-    return profile.rates(formats, shard_nbytes=int(layer.layout.shard_nbytes[0]), threads=threads)
-
-
 def measure_fixed_costs(runner: HostRunner, profile: MachineProfile) -> dict[str, float]:
     """Fixed costs in us by their names in `MachineProfile`, from steps of the runner's first layer.
 
     ``profile`` has the rates of all lanes. The runner is reset afterwards.
     """
-    probe = _LaneProbe(runner, _layer_rates(profile, runner.store.layers[0], runner.device.num_threads))
+    probe = _LaneProbe(runner, layer_rates(profile, runner.store.layers[0], runner.device.num_threads))
     samples = probe.measure()
     runner.reset()
     return fixed_costs(samples)

@@ -87,7 +87,8 @@ class MachineProfile:
     both_gb_s : float, optional
         Host memory's limit with link and CPU running; None: it was never the limit, or was not measured.
     step_fix_us, miss_fix_us, hit_fix_us, stream_fix_us, stream_tail_us, zero_copy_fix_us, cpu_fix_us, cpu_shard_us
-        Fixed costs as `cost.Rates` names them; an unknown one counts 0.
+        Fixed costs as `cost.Rates` names them; an unknown one counts 0. The tail of streaming is what it takes
+        beyond the device's time for one shard, which `rates` adds.
     copy_fix_us : float, optional
         Each copy; None: fitted to ``pinned_to_device``.
     zero_copy_on_device : bool
@@ -156,12 +157,14 @@ class MachineProfile:
         """
         shares = _shares(formats)
         stream_us_per_byte, fitted_us = fit_copies(self.pinned_to_device)
+        hit = _mixed(shares, lambda name: us_per_byte(self.device_experts.get(name)))
         return make_rates(
-            **{name: _known(getattr(self, name)) for name in FIXED_COSTS},
-            hit_us_per_byte=_mixed(shares, lambda name: us_per_byte(self.device_experts.get(name))),
+            **{name: _known(getattr(self, name)) for name in FIXED_COSTS if name != "stream_tail_us"},
+            hit_us_per_byte=hit,
             hit_row_us_per_byte=_mixed(shares, lambda name: _known(self.device_rows.get(name), us_per_byte)),
             run_fix_us=fitted_us if self.copy_fix_us is None else self.copy_fix_us,
             stream_us_per_byte=stream_us_per_byte,
+            stream_tail_us=_known(self.stream_tail_us) + (shard_nbytes * hit if hit < UNKNOWN_RATE else 0.0),
             zero_copy_us_per_byte=self._in_place_us_per_byte(shares, shard_nbytes),
             zero_copy_on_device=self.zero_copy_on_device,
             cpu_us_per_byte=_mixed(shares, lambda name: _curve_us_per_byte(self.cpu_experts.get(name), threads)),
@@ -285,31 +288,26 @@ def play(
 ) -> MachineProfile:
     """A profile in which some lanes act at a chosen rate: they sleep, so they share no cores and no memory.
 
-    None leaves a lane as it was measured. A chosen fixed cost of the link holds for each copy.
+    None leaves a lane as it was measured. A chosen fixed cost of the link holds for each copy. A lane that is
+    played ends when its bytes are due, counted from the post, so it has no fixed costs of its own.
     """
     changes: dict[str, Any] = {}
     played = set(profile.played)
     if link_gb_s is not None or link_fix_us is not None:
         rate = link_gb_s if link_gb_s is not None else 1e-3 / fit_copies(profile.pinned_to_device)[0]
         changes |= {"pinned_to_device": _flat(rate) if rate > 0 else None, "link_cores": 0.0}
-        changes["copy_fix_us"] = 0.0 if link_fix_us is None else link_fix_us
+        changes |= {"copy_fix_us": 0.0 if link_fix_us is None else link_fix_us, "stream_fix_us": None}
         played.add("link")
     if zero_copy_gb_s is not None:
-        changes |= {"zero_copy": _flat(zero_copy_gb_s), "zero_copy_experts": {}}
+        changes |= {"zero_copy": _flat(zero_copy_gb_s), "zero_copy_experts": {}, "zero_copy_fix_us": None}
         played.add("zero_copy")
     if hit_gb_s is not None:
-        changes |= {
-            "device_experts": dict.fromkeys(profile.device_experts, hit_gb_s),
-            "device_rows": {},
-            "hit_cores": 0.0,
-        }
+        rates = dict.fromkeys(profile.device_experts, hit_gb_s)
+        changes |= {"device_experts": rates, "device_rows": {}, "hit_cores": 0.0, "hit_fix_us": None}
         played.add("hit")
     if cpu_gb_s is not None:
-        changes |= {
-            "cpu_experts": dict.fromkeys(profile.cpu_experts, _flat(cpu_gb_s)),
-            "cpu_rows": {},
-            "cpu_cores": 0.0,
-        }
+        curves = dict.fromkeys(profile.cpu_experts, _flat(cpu_gb_s))
+        changes |= {"cpu_experts": curves, "cpu_rows": {}, "cpu_cores": 0.0, "cpu_fix_us": None}
         played.add("cpu")
     if played & {"link", "cpu"}:
         changes["both_gb_s"] = None

@@ -2,12 +2,14 @@
 
 Every step is a real one through the scheduler: ``top_k`` experts of which a chosen number are absent. What the
 model predicts before the step is compared with what the step took; the limit is what the missed bytes take at
-the rates of link and CPU together. Builds its own store of random weights.
+the rates of link and CPU together. Configurations and numbers of misses take turns, so that all see the same
+conditions.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -16,10 +18,16 @@ import numpy as np
 from trilane.config import Config
 from trilane.cost import Rates
 from trilane.engine import ExpertScheduler
+from trilane.profile import MachineProfile
 from trilane.random_store import SEED, StepShape, random_store
 from trilane.store import ExpertStore
 
-__all__ = ["StepRow", "StepShape", "all_errors", "limit_us", "measure_steps", "random_store"]
+__all__ = ["StepRow", "StepShape", "all_errors", "limit_us", "measure_steps", "played_rates", "random_store"]
+
+# Of what one core computes: the rates of lanes that are played, so that all of them fit on two cores together.
+HIT_PART, CPU_PART, LINK_PARTS = 0.3, 0.1, (0.05, 0.1, 0.2)
+ZERO_COPY_PART = 0.9  # of a link: reads in place do a little worse than copies
+LINK_FIX_US = 10.0
 
 
 @dataclass(frozen=True)
@@ -42,6 +50,8 @@ class StepRow:
         Predicted us if one lane served all misses.
     played : dict
         Lane -> rate in GB/s that is played.
+    median_error : float
+        ``|predicted - measured| / measured`` of the medians: how far off the model is, single steps aside.
     errors : tuple of float
         The errors of all steps, in order.
     """
@@ -56,6 +66,7 @@ class StepRow:
     limit_us: float
     lanes: dict[str, float]
     played: dict[str, float]
+    median_error: float
     errors: tuple[float, ...]
 
     def to_dict(self) -> dict[str, Any]:
@@ -64,17 +75,39 @@ class StepRow:
         return {name: None if value != value else value for name, value in values.items()}
 
 
+def played_rates(profile: MachineProfile, format_name: str) -> list[dict[str, float]]:
+    """Rates to play for three links, each well below what one core of this machine reaches.
+
+    A lane that plays a rate near its own has no time left to sleep, and shows the machine and not the model.
+    """
+    core = profile.device_experts[format_name]
+    fixed = {"hit_gb_s": HIT_PART * core, "cpu_gb_s": CPU_PART * core, "link_fix_us": LINK_FIX_US}
+    links = [part * core for part in LINK_PARTS]
+    return [{"link_gb_s": link, "zero_copy_gb_s": ZERO_COPY_PART * link, **fixed} for link in links]
+
+
 def measure_steps(
-    store: ExpertStore, shape: StepShape, config: Config, *, misses: Sequence[int], repeats: int = 15
+    store: ExpertStore,
+    shape: StepShape,
+    configs: Sequence[Config],
+    *,
+    misses: Sequence[int],
+    repeats: int = 15,
+    profile: MachineProfile | None = None,
 ) -> Iterator[StepRow]:
-    """Steps with each number of misses, taking turns, so that all see the same conditions."""
-    with ExpertScheduler(store, config=config) as scheduler:
-        bench = _StepBench(scheduler, shape)
+    """Steps under each configuration with each number of misses, taking turns; rows in that order."""
+    with ExitStack() as stack:
+        benches = [
+            _StepBench(stack.enter_context(ExpertScheduler(store, profile=profile, config=config)), shape)
+            for config in configs
+        ]
         for _ in range(repeats + 1):
             for count in misses:
-                bench.step(count)
-        for count in misses:
-            yield bench.row(count)
+                for bench in benches:
+                    bench.step(count)
+        for bench in benches:
+            for count in misses:
+                yield bench.row(count)
 
 
 class _StepBench:
@@ -126,7 +159,7 @@ class _StepBench:
         if not samples:
             nan = float("nan")
             played = self.scheduler.stats().played
-            return StepRow(self.shape.top_k - misses, misses, nan, nan, nan, nan, nan, nan, {}, dict(played), ())
+            return StepRow(self.shape.top_k - misses, misses, *[nan] * 6, {}, dict(played), nan, ())
         predicted, observed = (np.array([s[k] for s in samples]) for k in (0, 1))
         errors = np.abs(predicted - observed) / observed
         counts = np.mean([s[2] for s in samples], axis=0)
@@ -141,6 +174,7 @@ class _StepBench:
             limit_us=self._limit_us(misses),
             lanes=dict(zip(("hit", "stream", "zero_copy", "cpu"), counts.tolist(), strict=True)),
             played=dict(self.scheduler.stats().played),
+            median_error=float(abs(np.median(predicted) - np.median(observed)) / np.median(observed)),
             errors=tuple(errors.tolist()),
         )
 

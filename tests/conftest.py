@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import os
 import signal
+import tempfile
+from collections.abc import Iterator
 from typing import Any
 
+import platformdirs
 import pytest
 from hypothesis import HealthCheck, settings
 
@@ -29,7 +33,23 @@ settings.load_profile("trilane")
 # A shell that starts the tests in the background ignores Ctrl-C for them, and so for the programs that they start.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
+# Compiled code is kept where users keep it; everything else that is cached belongs to this run alone.
+os.environ.setdefault("NUMBA_CACHE_DIR", platformdirs.user_cache_dir("trilane"))
+_cache = tempfile.TemporaryDirectory(prefix="trilane-tests-")
+os.environ["XDG_CACHE_HOME"] = _cache.name
+
 _bad_skips: list[str] = []
+
+
+@pytest.fixture(scope="session", autouse=True)
+def saved_profile() -> Iterator[None]:
+    """Schedulers that are given no profile find a made-up one, so that no test waits for a measurement."""
+    if not os.environ.get("NUMBA_DISABLE_JIT"):
+        from made_profile import save_made_profile
+
+        save_made_profile()
+    yield
+    _cache.cleanup()
 
 
 @pytest.fixture

@@ -10,8 +10,12 @@ import pytest
 
 from trilane import ProbeError
 from trilane.cpu_kernels.arena import allocate_arena
+from trilane.cpu_kernels.atomics import load_at, sleep_ns, store_at
+from trilane.cpu_kernels.cpus import read_cpu_budget
 from trilane.cpu_kernels.isa import available_isas
-from trilane.probes import cpu_experts, ggml, host_memory, machine, timing
+from trilane.cpu_kernels.rows import ROWS_SIGNATURE
+from trilane.jit import native
+from trilane.probes import copies, cpu_experts, ggml, handover, host_memory, lane_jobs, machine, timing
 
 SMALL = 8 << 20  # bytes: a run is quick, and what it measures is the cache, which does not matter here
 MANY = pytest.mark.skipif(machine.describe_machine().num_allowed < 2, reason="needs two CPUs")
@@ -99,8 +103,7 @@ def test_read_rates(arena) -> None:
 def test_the_probe_memory_is_larger_than_the_caches_if_there_is_room(monkeypatch) -> None:
     monkeypatch.setattr(host_memory, "allocate_arena", lambda nbytes: nbytes)
     monkeypatch.setattr(host_memory, "largest_cache_nbytes", lambda: 1 << 30)
-    room = host_memory.psutil.virtual_memory()._replace(available=64 << 30)
-    monkeypatch.setattr(host_memory.psutil, "virtual_memory", lambda: room)
+    monkeypatch.setattr(host_memory, "available_nbytes", lambda: 64 << 30)
     assert host_memory.probe_arena() == 4 << 30
     assert host_memory.probe_arena(num_regions=8) == 2 << 30
     monkeypatch.setattr(host_memory, "largest_cache_nbytes", lambda: None)
@@ -161,6 +164,77 @@ def test_ggml_without_a_dot_for_a_format(tmp_path: Path) -> None:
     assert nothing.dot("q4_k") is None and nothing.dot("f32") is None
 
 
+# ------------------------------------------------------------------------------------------------------ lanes
+@pytest.fixture(scope="module")
+def lanes():
+    with lane_jobs.open_lanes(1, read_cpu_budget()) as opened:
+        yield opened
+
+
+@pytest.fixture(scope="module")
+def experts():
+    return lane_jobs.Experts("q8_0", allocate_arena(2 * SMALL))
+
+
+@pytest.fixture(scope="module")
+def slots():
+    return allocate_arena(2 * SMALL)
+
+
+@pytest.mark.parametrize("lane", lane_jobs.LANES)
+@pytest.mark.parametrize("num_rows", [1, 3])
+def test_a_lane_computes_what_numpy_computes(slots, lanes, experts, lane, num_rows) -> None:
+    """The case checks its first step; a lane that did not run would leave NaN."""
+    share = lane_jobs.Share(num_rows=num_rows, **{lane: 2})
+    case = lane_jobs.lanes_case(lane, lanes, experts, slots, share)
+    (taken,) = timing.time_cases([case], num_samples=2, sample_us=50)
+    assert taken.gb_s > 0 and not taken.disturbed
+    assert case.nbytes == 2 * experts.nbytes
+
+
+def test_a_lane_that_computes_something_else_is_refused(slots, lanes, experts) -> None:
+    case = lane_jobs.lanes_case("hit", lanes, experts, slots, lane_jobs.Share(hit=1))
+    case.calls[:, :, 5] = 0  # nothing is posted
+    with pytest.raises(ProbeError, match="q8_0 .* wrong output"):
+        timing.time_cases([case], num_samples=1, sample_us=50)
+
+
+def test_all_lanes_at_once_compute_the_same(slots, lanes, experts) -> None:
+    share = lane_jobs.Share(hit=1, stream=1, zero_copy=1, cpu=1)
+    case = lane_jobs.lanes_case("all", lanes, experts, slots, share)
+    timing.time_cases([case], num_samples=1, sample_us=50)
+
+
+def test_copies_are_checked_and_timed(arena, lanes) -> None:
+    slots = allocate_arena(4 << 20)
+    found = copies.measure_copies(lanes, arena, slots, [64 << 10, 1 << 20], num_samples=3)
+    assert found.nbytes == (64 << 10, 1 << 20) and all(gb_s > 0 for gb_s in found.gb_s)
+
+
+def test_hand_over_to_a_worker_that_sleeps_takes_some_us() -> None:
+    found = handover.measure_handover(1, parked=True, num_samples=20)
+    assert 0 < found.first_us <= found.all_us and found.first_us <= found.first_p90_us
+
+
+def test_t15_first_samples_never_count() -> None:
+    """A call that takes 50 ms at first, as page faults and a link that wakes up do, and nothing later."""
+
+    @native(ROWS_SIGNATURE)
+    def slow_at_first(counter, a, b, c, d, e, f, g, h, i, j):
+        seen = load_at(counter)
+        store_at(counter, seen + 1)
+        if seen < 3:
+            sleep_ns(50_000_000)
+
+    counter = np.zeros(1, np.int64)
+    calls = np.zeros((1, 8, timing.NUM_WORDS), np.int64)
+    calls[:, :, 0], calls[:, :, 1] = slow_at_first.address, counter.ctypes.data
+    for waits in (False, True):
+        counter[:] = 0
+        (taken,) = timing.time_cases([timing.Case("slow", 1, calls, waits=waits)], num_samples=5, sample_us=20)
+        assert taken.high_us < 10_000 and counter[0] > 3
+
+
 # ---------------------------------------------------------------------------------------------------- machine
 def test_this_machine() -> None:
     facts = machine.describe_machine()
@@ -177,15 +251,20 @@ def test_a_made_up_machine(tmp_path: Path) -> None:
         "sys/devices/system/node/node1/cpulist": "1\n",
         "sys/kernel/mm/transparent_hugepage/enabled": "always [madvise] never\n",
     }
+    files["proc/self/cgroup"] = "0::/"
+    files["proc/self/mountinfo"] = "30 20 0:26 / /sys/fs/cgroup rw - cgroup2 cgroup2 rw"
+    files["sys/fs/cgroup/memory.max"] = str(1 << 30)
     for name, text in files.items():
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text(text)
     facts = machine.describe_machine(tmp_path)
     assert (facts.cpu, facts.cache_nbytes, facts.num_numa_nodes) == ("Fast 9000", 96 << 20, 2)
     assert facts.huge_pages == "madvise" and "2 NUMA" in facts.line
+    assert facts.memory_limit_nbytes == facts.usable_memory_nbytes == 1 << 30 >= facts.available_nbytes
 
 
 def test_what_is_unknown_is_none(tmp_path: Path) -> None:
     facts = machine.describe_machine(tmp_path)
     assert (facts.cache_nbytes, facts.num_numa_nodes, facts.huge_pages) == (None, None, None)
+    assert facts.memory_limit_nbytes is None and facts.usable_memory_nbytes == facts.memory_nbytes
     assert "NUMA" not in facts.line

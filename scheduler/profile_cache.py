@@ -1,0 +1,106 @@
+"""Where machine profiles are kept, and whether one that is kept holds for this machine.
+
+One file for each CPU, GPU and number of cores in the user's cache folder. A file that cannot be read, or that was
+measured on another machine, in a smaller container or by another version, is never used: the reason names every
+difference. Nothing is measured here.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import tempfile
+from pathlib import Path
+
+import platformdirs
+
+from trilane.errors import ProfileError
+from trilane.profile import Machine, MachineProfile, load_profile, machine_differences
+
+REMEDY = "measure this machine with 'trilane probe'"
+_NO_WORD = re.compile(r"[^a-z0-9]+")
+
+
+def profile_folder() -> Path:
+    """The folder of saved profiles, in the user's cache folder."""
+    return Path(platformdirs.user_cache_dir("trilane")) / "profiles"
+
+
+def profile_path(machine: Machine) -> Path:
+    """The file that holds a machine's profile."""
+    names = [machine.cpu or "unknown-cpu", machine.gpu or "host", f"{machine.cores_allowed or 0} cores"]
+    return profile_folder() / f"{'-'.join(_NO_WORD.sub('-', name.lower()).strip('-') for name in names)}.json"
+
+
+def save_profile(profile: MachineProfile, path: Path | None = None) -> Path:
+    """Write a profile, by default to where :func:`find_profile` looks; the file is whole or not there.
+
+    Raises
+    ------
+    OSError
+        The folder cannot be written to.
+    """
+    path = profile_path(profile.machine) if path is None else Path(path)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    handle, name = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
+    try:
+        with os.fdopen(handle, "w", encoding="utf-8") as file:
+            file.write(profile.to_json())
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(name, path)
+    except BaseException:
+        with contextlib.suppress(OSError):
+            os.unlink(name)
+        raise
+    return path
+
+
+def read_profile(path: Path, here: Machine | None = None) -> MachineProfile:
+    """Read a profile from a file; with ``here``, only one that was measured on that machine.
+
+    Raises
+    ------
+    ProfileError
+        There is no such file, it is no profile, or it is another machine's (every difference is named).
+    """
+    try:
+        text = Path(path).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ProfileError(f"profile {path}: it cannot be read ({error}): {REMEDY}") from None
+    try:
+        profile = load_profile(text)
+    except ProfileError as error:
+        raise ProfileError(f"profile {path}: {error}") from None
+    if here is not None:
+        check_machine(profile, here, f"profile {path}")
+    return profile
+
+
+def check_machine(profile: MachineProfile, here: Machine, name: str = "profile") -> None:
+    """Raise ProfileError unless a profile holds on a machine; one that names no machine holds on all."""
+    differences = () if profile.machine == Machine() else machine_differences(profile.machine, here)
+    if differences:
+        raise ProfileError(f"{name} is of another machine or version: {'; '.join(differences)}: {REMEDY}")
+
+
+def find_profile(here: Machine) -> tuple[MachineProfile | None, str]:
+    """The saved profile of this machine, and its file; or None, and the reason why there is none to use."""
+    path = profile_path(here)
+    if not path.exists():
+        return None, _nearest(here)
+    try:
+        return read_profile(path, here), str(path)
+    except ProfileError as error:
+        return None, str(error)
+
+
+def _nearest(here: Machine) -> str:
+    """Why there is no profile, beside the newest of those that there are."""
+    with contextlib.suppress(OSError, ProfileError):
+        newest = max(profile_folder().glob("*.json"), key=lambda path: path.stat().st_mtime, default=None)
+        if newest is not None:
+            differences = machine_differences(read_profile(newest).machine, here)
+            return f"no profile of this machine is saved; the one in {newest} differs: {'; '.join(differences)}"
+    return "no profile of this machine is saved"

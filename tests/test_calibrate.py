@@ -1,0 +1,189 @@
+"""Calibration: one profile of all that this machine has, on any number of CPUs, and reasons for what it has not."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from test_cpus import FakeMachine
+
+from trilane import calibrate as calibration
+from trilane.calibrate import Probe, Skipped, calibrate, thread_counts
+from trilane.cpu_kernels.arena import allocate_arena
+from trilane.cpu_kernels.cpus import read_cpu_budget
+from trilane.cpu_kernels.host_device import suggest_team_size
+from trilane.probes.contention import Contention, even_share
+from trilane.probes.lane_rates import LaneTimes
+from trilane.profile import FIXED_COSTS, load_profile
+
+SMALL = 24 << 20  # bytes: a run is quick, and what it measures is the cache, which does not matter here
+
+
+@pytest.fixture
+def small(monkeypatch) -> None:
+    monkeypatch.setattr(calibration, "probe_arena", lambda **_: allocate_arena(SMALL))
+    monkeypatch.setattr(calibration, "QUICK_PASSES", 1)
+
+
+def test_a_calibration_knows_every_lane(small):
+    told = []
+    found = calibrate(quick=True, formats=("q8_0",), on_progress=lambda title, part: told.append(part))
+    profile = found.profile
+    assert profile.knows("q8_0") and not profile.knows("q4_k") and profile.quick
+    assert profile.host_read and profile.pinned_to_device and profile.zero_copy
+    assert set(profile.cpu_rows) == set(profile.zero_copy_experts) == set(profile.device_rows) == {"q8_0"}
+    unknown = [name for name in FIXED_COSTS if getattr(profile, name) is None]
+    assert unknown == ["miss_fix_us", "cpu_shard_us"]
+    assert profile.parked_us and told == sorted(told) and told[0] == 0.0 and told[-1] < 1.0
+    assert load_profile(profile.to_json()) == profile
+    assert profile.machine == calibration.this_machine()
+    assert found.total_s > 0 and found.compile_s >= 0
+
+
+def test_what_cannot_be_measured_says_why_and_stays_unknown(small, monkeypatch):
+    def refuse(session, previous):
+        raise Skipped("no such thing here")
+
+    probes = [p if p.name != "copies" else Probe("copies", p.title, refuse, p.fields) for p in calibration.PROBES]
+    monkeypatch.setattr(calibration, "PROBES", probes[:3])
+    profile = calibrate(quick=True, formats=("q8_0",)).profile
+    assert profile.pinned_to_device is None and profile.skipped == {"copies": "no such thing here"}
+
+
+def test_too_little_memory_is_a_reason_for_each_probe_that_needs_it(monkeypatch):
+    monkeypatch.setattr(calibration, "probe_arena", lambda **_: allocate_arena(1 << 20))
+    profile = calibrate(quick=True, formats=("q8_0",)).profile
+    assert set(profile.skipped) == {"host_read", "experts", "copies", "in_place", "together", "steps"}
+    assert "free some" in profile.skipped["experts"] and profile.parked_us
+
+
+def test_a_busy_machine_gets_no_pass_that_would_take_too_long(monkeypatch):
+    passes = []
+    probe = Probe("one", "one", lambda session, previous: passes.append(1), lambda session, found: {})
+    monkeypatch.setattr(calibration, "PROBES", (probe,))
+    monkeypatch.setattr(calibration, "FULL_S", -1.0)
+    calibrate()
+    assert len(passes) == 1
+    monkeypatch.setattr(calibration, "FULL_S", 1e9)
+    calibrate()
+    assert len(passes) == 1 + calibration.PASSES
+
+
+# ----------------------------------------------------------------------------------------- faults of the field
+@pytest.mark.parametrize("version", ["v1", "v2"])
+@pytest.mark.parametrize(("quota", "counts"), [(1, (1,)), (1.5, (1,)), (4, (1, 2, 3)), (0.25, (1,))])
+def test_t09_teams_that_are_measured_fit_the_quota(tmp_path, version, quota, counts):
+    machine = FakeMachine(tmp_path).cores(8)
+    quota_us = int(quota * 100_000)
+    machine.v1(quota_us) if version == "v1" else machine.v2(f"{quota_us} 100000")
+    assert thread_counts(machine.budget(range(8)), quick=False) == counts
+    assert max(thread_counts(machine.budget(range(8)), quick=True)) == counts[-1]
+
+
+def test_t10_with_one_cpu_the_probes_neither_spin_nor_hang(tmp_path):
+    """A whole calibration in a process that may use one CPU ends, and says what one CPU cannot show."""
+    code = f"""
+import json, os
+os.sched_setaffinity(0, {{min(os.sched_getaffinity(0))}})
+from trilane import calibrate as c
+from trilane.cpu_kernels.arena import allocate_arena
+c.probe_arena = lambda **_: allocate_arena({SMALL})
+c.QUICK_PASSES = 1
+print(c.calibrate(quick=True, formats=("q8_0",)).profile.to_json())"""
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=240, check=False)
+    assert result.returncode == 0, result.stderr
+    profile = load_profile(result.stdout)
+    assert profile.cpu_experts["q8_0"].x == (1.0,) and profile.num_cores == 1.0
+    assert profile.handover_us is None and profile.parked_us
+    assert "one CPU" in profile.skipped["together"] and profile.both_gb_s is None
+
+
+def test_t12_team_sizes_are_measured_past_the_knee_and_the_team_stays_at_it(tmp_path):
+    budget = FakeMachine(tmp_path).cores(32).budget(range(32))
+    assert thread_counts(budget, quick=False) == (1, 2, 4, 8, 16, 29, 31)
+    assert thread_counts(budget, quick=True) == (1, 15, 29, 31)
+    assert suggest_team_size(budget)[0] == 29
+    count, reasons = suggest_team_size(budget, knee=28)
+    assert count == 28 and "28 threads are as fast" in reasons[-1]
+    assert suggest_team_size(budget, knee=31)[0] == 29
+
+
+def test_t15_the_better_of_two_passes_counts():
+    good = LaneTimes("cpu", "q4_k", 2, 1, 1_000_000, (1, 5), (110.0, 510.0))
+    poisoned = replace(good, us=(9000.0, 700.0))
+    assert poisoned.best(good) == good == good.best(None)
+    assert good.gb_s == pytest.approx(10.0) and good.fix_us == pytest.approx(10.0)
+    assert poisoned.gb_s <= 2 * 5e6 / 700e3  # a slope below zero is no rate
+
+
+# ----------------------------------------------------------------------------------------------- contention
+def test_contention_is_what_lanes_take_beyond_cores_and_the_slowest_lane():
+    found = Contention({"hit": 2_000_000, "cpu": 8_000_000}, {"hit": 100.0, "cpu": 100.0}, 150.0)
+    assert found.joint_gb_s(0.0, {}) == pytest.approx(10e6 / 150e3)
+    assert found.joint_gb_s(2.0, {"hit": 1.0, "cpu": 2.0}) is None  # cores explain it
+    assert replace(found, together_us=103.0).joint_gb_s(0.0, {}) is None
+    assert found.alone_gb_s == {"hit": 20.0, "cpu": 80.0} and found.together_gb_s["cpu"] == pytest.approx(53.3, 0.01)
+    better = found.best(replace(found, alone_us={"hit": 90.0, "cpu": 120.0}, together_us=160.0))
+    assert better.alone_us == {"hit": 90.0, "cpu": 100.0} and better.together_us == 150.0
+
+
+def test_experts_are_shared_by_rates():
+    share = even_share({"hit": 10.0, "zero_copy": 1.0, "cpu": 29.0}, 16)
+    assert (share.hit, share.zero_copy, share.cpu, share.stream) == (4, 1, 12, 0)
+
+
+# -------------------------------------------------------------------------------------------------- command
+def test_command_saves_prints_and_shows_what_it_measured(tmp_path: Path):
+    """One calibration in a process of its own, printed both ways."""
+    file = tmp_path / "mine.json"
+    code = f"""
+from pathlib import Path
+from typer.testing import CliRunner
+from trilane import calibrate as c
+from trilane.cli import app
+from trilane.cpu_kernels.arena import allocate_arena
+c.probe_arena = lambda **_: allocate_arena({SMALL})
+c.QUICK_PASSES = 1
+c.calibrate.__kwdefaults__["formats"] = ("q8_0",)
+one = CliRunner().invoke(app, ["probe", "--quick", "--json", "--output", {str(file)!r}])
+assert one.exit_code == 0, one.output
+print(one.stdout)
+print("=====")
+two = CliRunner().invoke(app, ["probe", "--quick"])
+assert two.exit_code == 0, two.output
+print(two.stdout)"""
+    environment = {**os.environ, "XDG_CACHE_HOME": str(tmp_path)}
+    result = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=240, check=False, env=environment
+    )
+    assert result.returncode == 0, result.stderr
+    as_json, _, text = result.stdout.partition("=====")
+    found = json.loads(as_json)
+    assert found["file"] == str(file) and load_profile(file.read_text()) == load_profile(json.dumps(found["profile"]))
+    assert {"machine", "seconds", "total_s", "compile_s", "profile"} <= set(found)
+    for wanted in ("experts, GB/s", "q8_0", "copies of 64 KiB", "against reading alone", "fixed costs", "saved to"):
+        assert wanted in text, wanted
+    (saved,) = (tmp_path / "trilane" / "profiles").glob("*.json")
+    assert load_profile(saved.read_text()).knows("q8_0")
+    assert read_cpu_budget().num_concurrent == load_profile(saved.read_text()).num_cores
+
+
+def test_command_fails_in_one_line_where_the_file_cannot_be_written(tmp_path, monkeypatch, capsys):
+    from trilane import cli
+
+    class Found:
+        from made_profile import make_profile
+
+        profile, seconds, compile_s, total_s = make_profile(), {}, 0.0, 0.0
+
+    monkeypatch.setattr(calibration, "calibrate", lambda **_: Found)
+    (tmp_path / "file").write_text("no folder")
+    monkeypatch.setattr(sys, "argv", ["trilane", "probe", "--output", str(tmp_path / "file" / "p.json")])
+    with pytest.raises(SystemExit) as caught:
+        cli.main()
+    assert caught.value.code == 1 and "Traceback" not in capsys.readouterr().err
