@@ -49,7 +49,7 @@ class Contention:
 
         ``num_cores`` are shared by lanes that keep ``lane_cores`` busy each; 0: they share none.
         """
-        busy_us = sum(us * lane_cores[lane] for lane, us in self.alone_us.items())
+        busy_us = sum(us * lane_cores.get(lane, 0.0) for lane, us in self.alone_us.items())
         shared_us = busy_us / num_cores if num_cores else 0.0
         expected_us = max(*self.alone_us.values(), shared_us)
         if self.together_us < LEAST_SLOWDOWN * expected_us:

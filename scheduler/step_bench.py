@@ -22,7 +22,16 @@ from trilane.profile import MachineProfile
 from trilane.random_store import SEED, StepShape, random_store
 from trilane.store import ExpertStore
 
-__all__ = ["StepRow", "StepShape", "all_errors", "limit_us", "measure_steps", "played_rates", "random_store"]
+__all__ = [
+    "StepRow",
+    "StepShape",
+    "all_errors",
+    "errors_of_medians",
+    "limit_us",
+    "measure_steps",
+    "played_rates",
+    "random_store",
+]
 
 # Of what one core computes: the rates of lanes that are played, so that all of them fit on two cores together.
 HIT_PART, CPU_PART, LINK_PARTS = 0.3, 0.1, (0.05, 0.1, 0.2)
@@ -201,6 +210,12 @@ def limit_us(rates: Rates, hit_nbytes: int, missed_nbytes: int) -> float:
 
 
 def all_errors(rows: Sequence[StepRow]) -> tuple[float, float]:
-    """Median and 90th percentile of the errors of all steps of all rows."""
+    """Median and 90th percentile of the errors of all single steps of all rows."""
     errors = np.concatenate([row.errors for row in rows])
+    return float(np.median(errors)), float(np.quantile(errors, 0.9))
+
+
+def errors_of_medians(rows: Sequence[StepRow]) -> tuple[float, float]:
+    """Median and 90th percentile, over the kinds of steps, of how far off the prediction is from the median step."""
+    errors = [row.median_error for row in rows if row.errors]
     return float(np.median(errors)), float(np.quantile(errors, 0.9))
