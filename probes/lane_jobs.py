@@ -13,6 +13,7 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -40,7 +41,8 @@ from trilane.probes.timing import NUM_WORDS, Case, scattered
 HIDDEN, INTERMEDIATE = 2048, 768  # of the experts that are timed: three shards each
 TASKS_PER_THREAD = 12  # CPU tasks of a step, as the engine cuts them
 MIN_UP_ROWS, MIN_DOWN_ROWS = 16, 128
-MOST_STEPS = 64
+MOST_STEPS = 512
+FILL_THREADS = 4
 LANES = ("hit", "stream", "zero_copy", "cpu")
 _NUM_DISTINCT = 32  # different rows in a matrix
 _TOLERANCE = 0.05  # of the largest output: eight-bit activations, twice
@@ -103,7 +105,10 @@ def open_lanes(num_threads: int, budget: CpuBudget, spin_us: float | None = None
 
 @dataclass(frozen=True)
 class Share:
-    """Experts of one step, by lane; ``num_rows`` activation rows for each."""
+    """Experts of one step, by lane; ``num_rows`` activation rows for each.
+
+    What is read in place is also kept in a slot, as the engine does where it can.
+    """
 
     hit: int = 0
     stream: int = 0
@@ -140,7 +145,7 @@ class Experts:
         packed = np.zeros(self.layout.expert_nbytes, np.uint8)
         pack_expert(self.layout, packed, gate, up, down)
         self.count = self.arena.nbytes // packed.nbytes
-        self.arena.view(0, self.count * packed.nbytes).reshape(self.count, -1)[:] = packed
+        _fill(self.arena.view(0, self.count * packed.nbytes).reshape(self.count, -1), packed)
         self.expected = _output(fmt, self.x, gate, up, down)
         self.record = _record(fmt, self.x)
         self.words = layer_words(self.layout, GATES["silu_glu"], 1.702, 7.0, best_isa())
@@ -152,6 +157,13 @@ class Experts:
 
 
 _SHAPES = ((INTERMEDIATE, HIDDEN), (INTERMEDIATE, HIDDEN), (HIDDEN, INTERMEDIATE))
+
+
+def _fill(copies: UInt8Array, packed: UInt8Array) -> None:
+    """Write ``packed`` to every row, by several threads: NumPy copies without the interpreter."""
+    parts = np.array_split(copies, min(FILL_THREADS, len(copies)) or 1)
+    with ThreadPoolExecutor(FILL_THREADS) as pool:
+        list(pool.map(lambda part: np.copyto(part, packed), parts))
 
 
 def _matrix(fmt: Format, rng: np.random.Generator, rows: int, columns: int) -> UInt8Array:
@@ -191,6 +203,8 @@ class _Ring:
         self.num_shards = experts.layout.num_shards
         self.num_items = share.num_experts * self.num_shards
         self.num_steps = max(1, min(MOST_STEPS, experts.count // share.num_experts))
+        ends = self.num_shards * np.cumsum([share.hit, share.stream, share.cpu])
+        self.starts = dict(zip(("hit", "stream", "cpu", "zero_copy"), [0, *ends.tolist()], strict=True))
         positions = share.num_experts * share.num_rows
         shape = StepShape(1, positions, HIDDEN, share.num_experts, self.num_shards)
         self.ws = make_workspace(shape)
@@ -210,9 +224,8 @@ class _Ring:
     def _lay_out(self, step: int, item: int, expert: int) -> None:
         block, where = self.shards[step, item], self.experts.layout.descriptor[item % self.num_shards]
         source = self.experts.arena.address + expert * self.experts.layout.expert_nbytes + int(where[OFFSET])
-        first_streamed, first_cpu = self._start("stream"), self._start("cpu")
-        streamed = first_streamed <= item < first_cpu
-        slot = self._slot(step * self.num_items + item) if streamed else 0
+        streamed, in_place = self._start("stream") <= item < self._start("cpu"), item >= self._start("zero_copy")
+        slot = self._slot(step * self.num_items + item)
         set_weights(block, where, slot if streamed else source)
         rows, row = self.share.num_rows, item * self.share.num_rows
         block[Shard.NUM_ROWS] = rows
@@ -223,8 +236,8 @@ class _Ring:
         block[Shard.BAD] = self.ws.bad_hidden.ctypes.data + 8 * row
         block[Shard.OUT] = self.ws.parts.ctypes.data + 4 * HIDDEN * row
         block[Shard.OUT_STRIDE] = HIDDEN
-        if streamed or item >= self._start("zero_copy"):
-            self._set_piece(step, item, source, slot)
+        if streamed or in_place:
+            self._set_piece(step, item, source, slot, in_place)
 
     @property
     def _rows_in_all(self) -> int:
@@ -232,20 +245,21 @@ class _Ring:
 
     def _start(self, lane: str) -> int:
         """The first item of a lane."""
-        before = {"hit": (), "stream": ("hit",), "cpu": ("hit", "stream"), "zero_copy": ("hit", "stream", "cpu")}[lane]
-        return self.num_shards * sum(getattr(self.share, name) for name in before)
+        return self.starts[lane]
 
     def _slot(self, index: int) -> int:
         nbytes = int(self.experts.layout.shard_nbytes.max())
         return self.slots.address + index % self.num_slots * nbytes
 
-    def _set_piece(self, step: int, item: int, source: int, slot: int) -> None:
-        address = self.shards[step, item].ctypes.data
-        number = item - self._start("stream") if slot else item - self._start("zero_copy") + self._count("stream")
+    def _set_piece(self, step: int, item: int, source: int, slot: int, in_place: bool) -> None:
+        address = int(self.shards.ctypes.data + (step * self.num_items + item) * 8 * Shard.SIZE)
+        number = item - self._start("stream")
+        if in_place:
+            number = item - self._start("zero_copy") + self._count("stream")
         piece = self.pieces[step, number]
         piece[Piece.SOURCE], piece[Piece.DESTINATION] = source, slot
         piece[Piece.NBYTES] = self.shards[step, item, Shard.NBYTES]
-        piece[Piece.SHARD] = 0 if slot else address
+        piece[Piece.SHARD] = address if in_place else 0
         piece[Piece.LANDED] = address + 8 * Shard.LANDED
 
     def _count(self, lane: str) -> int:

@@ -106,7 +106,7 @@ class _LaneProbe:
 
     def _miss(self, lane: str, n: int) -> tuple[float, float]:
         self.runner.reset()
-        options = make_options(force=lane, fills=lane == "stream")
+        options = make_options(force=lane)
         return self._step(self.rng.choice(self.num_experts, n, replace=False), options, lane)
 
     def _fill(self, slots: int) -> int:
