@@ -14,6 +14,25 @@ from trilane.cpu_kernels.layout import ExpertLayout
 from trilane.cpu_kernels.words import Layer, Shard
 from trilane.jit import compiled
 
+#: Words of a Shard block and the columns of a descriptor row that they come from: addresses of planes, and sizes.
+PLANES = (
+    (Shard.GATE, column.GATE_MAIN), (Shard.GATE_SIDE, column.GATE_SIDE), (Shard.UP, column.UP_MAIN),
+    (Shard.UP_SIDE, column.UP_SIDE), (Shard.DOWN, column.DOWN_MAIN), (Shard.DOWN_SIDE, column.DOWN_SIDE),
+    (Shard.GATE_BIAS, column.GATE_BIAS), (Shard.UP_BIAS, column.UP_BIAS),
+)  # fmt: skip
+SIZES = (
+    (Shard.NBYTES, column.NBYTES), (Shard.NEURONS, column.NEURONS), (Shard.DOWN_STRIDE, column.DOWN_STRIDE),
+    (Shard.DOWN_SIDE_STRIDE, column.DOWN_SIDE_STRIDE),
+)  # fmt: skip
+
+
+def set_all_weights(blocks: NDArray[np.int64], where: NDArray[np.int64], weights: NDArray[np.int64]) -> None:
+    """`set_weights` for many Shard blocks (n, Shard.SIZE) of one descriptor row at once; ``weights`` (n,)."""
+    for word, at in PLANES:
+        blocks[:, word] = weights + where[at] if where[at] >= 0 else 0
+    for word, at in SIZES:
+        blocks[:, word] = where[at]
+
 
 def layer_words(layout: ExpertLayout, gate_kind: int, alpha: float, limit: float, isa: str) -> NDArray[np.int64]:
     """The Layer block, int64 (Layer.SIZE,), for row kernels of an instruction set."""

@@ -78,14 +78,14 @@ def _compiled_read() -> Any:
     return read  # kept by the cache: its code lives as long as this object
 
 
-def probe_arena(*, num_regions: int = 1, least_nbytes: int = LEAST_NBYTES) -> Arena:
+def probe_arena(*, num_regions: int = 1, least_nbytes: int = LEAST_NBYTES, most_nbytes: int | None = None) -> Arena:
     """Private memory in huge pages: larger than the caches, but at most a quarter of what is free.
 
-    ``num_regions`` shares the quarter among so many arenas.
+    ``num_regions`` shares the quarter among so many arenas; ``most_nbytes`` bounds the size of one.
     """
     wanted = max(least_nbytes, 4 * (largest_cache_nbytes() or 0))
-    most = available_nbytes() // (4 * num_regions)
-    return allocate_arena(min(wanted, most) // PIECE_NBYTES * PIECE_NBYTES)
+    room = min(available_nbytes() // (4 * num_regions), most_nbytes or wanted)
+    return allocate_arena(min(wanted, room) // PIECE_NBYTES * PIECE_NBYTES)
 
 
 def read_case(arena: Arena, piece_nbytes: int, num_threads: int, sums: NDArray[np.int32]) -> Case:

@@ -22,6 +22,7 @@ from numpy.typing import NDArray
 
 from trilane.cpu_kernels.activation import copy_row_f32, quantize_row, row_nbytes
 from trilane.cpu_kernels.arena import Arena
+from trilane.cpu_kernels.atomics import mono_ns
 from trilane.cpu_kernels.cpus import CpuBudget, suggest_spin_us
 from trilane.cpu_kernels.formats import BLOCK, Format, UInt8Array, format_of
 from trilane.cpu_kernels.gate import GATES
@@ -31,7 +32,7 @@ from trilane.cpu_kernels.isa import best_isa
 from trilane.cpu_kernels.jobs import post_job, wait_job
 from trilane.cpu_kernels.layout import OFFSET, ExpertLayout, pack_expert
 from trilane.cpu_kernels.rows import ROWS_SIGNATURE
-from trilane.cpu_kernels.shard_words import layer_words, set_weights
+from trilane.cpu_kernels.shard_words import layer_words, set_all_weights
 from trilane.cpu_kernels.team import LaneThread, WorkerTeam
 from trilane.cpu_kernels.words import DeviceJob, LinkJob, Piece, Shard, TeamJob, set_word, word
 from trilane.errors import ProbeError
@@ -65,6 +66,7 @@ def lanes_call() -> Any:
         teamed = 0
         if team != 0:
             set_word(team, TeamJob.DONE, 0)
+            set_word(team, TeamJob.POSTED_NS, mono_ns())
             teamed = post_job(word(control, 0), word(control, 3), team, num_tasks)
         deviced = post_job(word(control, 2), word(control, 5), device, 1) if device != 0 else 0
         if linked > 0:
@@ -145,7 +147,7 @@ class Experts:
         packed = np.zeros(self.layout.expert_nbytes, np.uint8)
         pack_expert(self.layout, packed, gate, up, down)
         self.count = self.arena.nbytes // packed.nbytes
-        _fill(self.arena.view(0, self.count * packed.nbytes).reshape(self.count, -1), packed)
+        fill_copies(self.arena.view(0, self.count * packed.nbytes).reshape(self.count, -1), packed)
         self.expected = _output(fmt, self.x, gate, up, down)
         self.record = _record(fmt, self.x)
         self.words = layer_words(self.layout, GATES["silu_glu"], 1.702, 7.0, best_isa())
@@ -159,7 +161,7 @@ class Experts:
 _SHAPES = ((INTERMEDIATE, HIDDEN), (INTERMEDIATE, HIDDEN), (HIDDEN, INTERMEDIATE))
 
 
-def _fill(copies: UInt8Array, packed: UInt8Array) -> None:
+def fill_copies(copies: UInt8Array, packed: UInt8Array) -> None:
     """Write ``packed`` to every row, by several threads: NumPy copies without the interpreter."""
     parts = np.array_split(copies, min(FILL_THREADS, len(copies)) or 1)
     with ThreadPoolExecutor(FILL_THREADS) as pool:
@@ -186,17 +188,18 @@ def _record(fmt: Format, x: NDArray[np.float32]) -> UInt8Array:
     return record
 
 
-def lanes_case(name: str, lanes: Lanes, experts: Experts, slots: Arena, share: Share) -> Case:
-    """A case whose steps run ``share`` on the lanes; streamed experts are copied into ``slots`` in turn.
+def lanes_case(ring: LaneRing) -> Case:
+    """The case of a ring's steps."""
+    nbytes = ring.share.num_experts * ring.experts.nbytes
+    return Case(str(ring.share), nbytes, ring.calls(), ring.check, waits=True, held=(ring,))
 
-    ``slots`` must have room for all that one step streams.
+
+class LaneRing:
+    """The blocks of steps that run ``share`` on the lanes, one after the other on other experts.
+
+    Streamed experts, and those read in place, are copied into ``slots`` in turn, which must have room for one step's.
+    Items lie in the order hit, streamed, CPU, zero-copy, as the engine's do.
     """
-    ring = _Ring(lanes, experts, slots, share)
-    return Case(name, share.num_experts * experts.nbytes, ring.calls(), ring.check, waits=True, held=(ring,))
-
-
-class _Ring:
-    """The blocks of all steps of a case. Items lie in the order hit, streamed, CPU, zero-copy, as the engine's do."""
 
     def __init__(self, lanes: Lanes, experts: Experts, slots: Arena, share: Share) -> None:
         self.lanes, self.experts, self.share = lanes, experts, share
@@ -215,29 +218,31 @@ class _Ring:
         self.pieces = np.zeros((self.num_steps, self.num_items, Piece.SIZE), np.int64)
         self.jobs = np.zeros((3, self.num_steps, 16), np.int64)
         self.slots, self.num_slots = slots, slots.nbytes // int(experts.layout.shard_nbytes.max())
-        order = scattered(experts.count)
-        for step in range(self.num_steps):
-            for item in range(self.num_items):
-                self._lay_out(step, item, int(order[(step * share.num_experts + item // self.num_shards) % len(order)]))
-            self._set_jobs(step)
+        for item in range(self.num_items):
+            self._lay_out(item)
+        self._set_jobs()
 
-    def _lay_out(self, step: int, item: int, expert: int) -> None:
-        block, where = self.shards[step, item], self.experts.layout.descriptor[item % self.num_shards]
+    def _lay_out(self, item: int) -> None:
+        """The blocks of one item in all steps."""
+        blocks, where = self.shards[:, item], self.experts.layout.descriptor[item % self.num_shards]
+        steps = np.arange(self.num_steps)
+        order = scattered(self.experts.count)
+        expert = order[(steps * self.share.num_experts + item // self.num_shards) % len(order)]
         source = self.experts.arena.address + expert * self.experts.layout.expert_nbytes + int(where[OFFSET])
         streamed, in_place = self._start("stream") <= item < self._start("cpu"), item >= self._start("zero_copy")
-        slot = self._slot(step * self.num_items + item)
-        set_weights(block, where, slot if streamed else source)
-        rows, row = self.share.num_rows, item * self.share.num_rows
-        block[Shard.NUM_ROWS] = rows
-        block[Shard.GATE_INPUTS] = block[Shard.UP_INPUTS] = self.ws.gate_inputs.ctypes.data
-        block[Shard.PRODUCTS] = self.ws.products.ctypes.data + row * 8 * BLOCK
-        block[Shard.RECORDS] = self.ws.records.ctypes.data + row * (self.ws.records.nbytes // self._rows_in_all)
-        block[Shard.DOWN_INPUTS] = self.ws.down_inputs.ctypes.data + 8 * row
-        block[Shard.BAD] = self.ws.bad_hidden.ctypes.data + 8 * row
-        block[Shard.OUT] = self.ws.parts.ctypes.data + 4 * HIDDEN * row
-        block[Shard.OUT_STRIDE] = HIDDEN
+        slot = self._slots(steps * self.num_items + item)
+        set_all_weights(blocks, where, slot if streamed else source)
+        row = item * self.share.num_rows
+        blocks[:, Shard.NUM_ROWS] = self.share.num_rows
+        blocks[:, Shard.GATE_INPUTS] = blocks[:, Shard.UP_INPUTS] = self.ws.gate_inputs.ctypes.data
+        blocks[:, Shard.PRODUCTS] = self.ws.products.ctypes.data + row * 8 * BLOCK
+        blocks[:, Shard.RECORDS] = self.ws.records.ctypes.data + row * (self.ws.records.nbytes // self._rows_in_all)
+        blocks[:, Shard.DOWN_INPUTS] = self.ws.down_inputs.ctypes.data + 8 * row
+        blocks[:, Shard.BAD] = self.ws.bad_hidden.ctypes.data + 8 * row
+        blocks[:, Shard.OUT] = self.ws.parts.ctypes.data + 4 * HIDDEN * row
+        blocks[:, Shard.OUT_STRIDE] = HIDDEN
         if streamed or in_place:
-            self._set_piece(step, item, source, slot, in_place)
+            self._set_pieces(item, source, slot, in_place)
 
     @property
     def _rows_in_all(self) -> int:
@@ -247,38 +252,55 @@ class _Ring:
         """The first item of a lane."""
         return self.starts[lane]
 
-    def _slot(self, index: int) -> int:
+    def _slots(self, index: NDArray[np.int64]) -> NDArray[np.int64]:
         nbytes = int(self.experts.layout.shard_nbytes.max())
         return self.slots.address + index % self.num_slots * nbytes
 
-    def _set_piece(self, step: int, item: int, source: int, slot: int, in_place: bool) -> None:
-        address = int(self.shards.ctypes.data + (step * self.num_items + item) * 8 * Shard.SIZE)
+    def _set_pieces(self, item: int, source: NDArray[np.int64], slot: NDArray[np.int64], in_place: bool) -> None:
+        address = self.shards.ctypes.data + (np.arange(self.num_steps) * self.num_items + item) * 8 * Shard.SIZE
         number = item - self._start("stream")
         if in_place:
             number = item - self._start("zero_copy") + self._count("stream")
-        piece = self.pieces[step, number]
-        piece[Piece.SOURCE], piece[Piece.DESTINATION] = source, slot
-        piece[Piece.NBYTES] = self.shards[step, item, Shard.NBYTES]
-        piece[Piece.SHARD] = address if in_place else 0
-        piece[Piece.LANDED] = address + 8 * Shard.LANDED
+        pieces = self.pieces[:, number]
+        pieces[:, Piece.SOURCE], pieces[:, Piece.DESTINATION] = source, slot
+        pieces[:, Piece.NBYTES] = self.shards[:, item, Shard.NBYTES]
+        pieces[:, Piece.SHARD] = address if in_place else 0
+        pieces[:, Piece.LANDED] = address + 8 * Shard.LANDED
 
     def _count(self, lane: str) -> int:
         return self.num_shards * int(getattr(self.share, lane))
 
-    def _set_jobs(self, step: int) -> None:
-        team, link, device = self.jobs[:, step]
-        words = self.experts.words.ctypes.data
-        team[TeamJob.LAYER] = link[LinkJob.LAYER] = device[DeviceJob.LAYER] = words
-        device[DeviceJob.SHARDS] = self.shards[step].ctypes.data
-        device[DeviceJob.NUM_HITS], device[DeviceJob.NUM_STREAMED] = self._count("hit"), self._count("stream")
-        link[LinkJob.PIECES] = self.pieces[step].ctypes.data
-        link[LinkJob.NUM_PIECES] = self._count("stream") + self._count("zero_copy")
-        team[TeamJob.SHARDS] = self.shards[step].ctypes.data + 8 * Shard.SIZE * self._start("cpu")
-        team[TeamJob.NUM_SHARDS] = self._count("cpu")
+    def _set_jobs(self) -> None:
+        team, link, device = self.jobs
+        for job, layer in ((team, TeamJob.LAYER), (link, LinkJob.LAYER), (device, DeviceJob.LAYER)):
+            job[:, layer] = self.experts.words.ctypes.data
+        steps = np.arange(self.num_steps)
+        first = self.shards.ctypes.data + self.shards.strides[0] * steps
+        device[:, DeviceJob.SHARDS] = first
+        device[:, DeviceJob.NUM_HITS], device[:, DeviceJob.NUM_STREAMED] = self._count("hit"), self._count("stream")
+        link[:, LinkJob.PIECES] = self.pieces.ctypes.data + self.pieces.strides[0] * steps
+        link[:, LinkJob.NUM_PIECES] = self._count("stream") + self._count("zero_copy")
+        team[:, TeamJob.SHARDS] = first + 8 * Shard.SIZE * self._start("cpu")
+        team[:, TeamJob.NUM_SHARDS] = self._count("cpu")
         threads = self.lanes.num_threads
         wanted = 1 if threads == 1 else -(-TASKS_PER_THREAD * threads // max(1, self._count("cpu")))
-        team[TeamJob.UP_CHUNKS] = max(1, min(wanted * 2 // 3, BLOCK // MIN_UP_ROWS))
-        team[TeamJob.DOWN_CHUNKS] = max(1, min(wanted // 3, HIDDEN // MIN_DOWN_ROWS))
+        team[:, TeamJob.UP_CHUNKS] = max(1, min(wanted * 2 // 3, BLOCK // MIN_UP_ROWS))
+        team[:, TeamJob.DOWN_CHUNKS] = max(1, min(wanted // 3, HIDDEN // MIN_DOWN_ROWS))
+
+    def lane_us(self) -> dict[str, float]:
+        """What each lane with work took by its own clock, the median over the steps that ran last."""
+        team, link, device = self.jobs
+        clocks = {
+            "hit": (device, DeviceJob.START_NS, DeviceJob.HITS_END_NS),
+            "zero_copy": (link, LinkJob.START_NS, LinkJob.END_NS),
+            "cpu": (team, TeamJob.POSTED_NS, TeamJob.END_NS),
+        }
+        found = {}
+        for lane, (job, start, end) in clocks.items():
+            if self._count(lane):
+                ran = job[job[:, end] > 0]
+                found[lane] = float(np.median(ran[:, end] - ran[:, start]) / 1e3)
+        return found
 
     def calls(self) -> NDArray[np.int64]:
         """One thread's calls; the lanes' threads are not the timing's."""

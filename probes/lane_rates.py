@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from trilane.cpu_kernels.arena import Arena
-from trilane.probes.lane_jobs import Experts, Lanes, Share, lanes_case
+from trilane.probes.lane_jobs import Experts, LaneRing, Lanes, Share, lanes_case
 from trilane.probes.timing import time_cases
 
 BATCH_ROWS = 16
@@ -75,10 +75,7 @@ def measure_lane(
 ) -> LaneTimes:
     """One pass of one lane alone ("hit", "stream", "zero_copy" or "cpu"); ``slots`` is where copies go."""
     counts = (1, max(3, BIG_NBYTES // experts.nbytes)) if num_rows == 1 else (1, 2)
-    cases = [
-        lanes_case(f"{lane} {count}", lanes, experts, slots, Share(num_rows=num_rows, **{lane: count}))
-        for count in counts
-    ]
+    cases = [lanes_case(LaneRing(lanes, experts, slots, Share(num_rows=num_rows, **{lane: count}))) for count in counts]
     few, many = time_cases(cases, num_samples=num_samples, sample_us=SAMPLE_US)
     threads = lanes.num_threads if lane == "cpu" else 1
     us = (few.median_us, many.median_us)
@@ -89,5 +86,5 @@ def measure_in_place(
     lanes: Lanes, experts: Experts, slots: Arena, in_flight: Sequence[int], *, num_samples: int = 11
 ) -> list[float]:
     """us of reads in place with so many experts in flight, the hand-over included."""
-    cases = [lanes_case(f"in place {n}", lanes, experts, slots, Share(zero_copy=n)) for n in in_flight]
+    cases = [lanes_case(LaneRing(lanes, experts, slots, Share(zero_copy=n))) for n in in_flight]
     return [timing.median_us for timing in time_cases(cases, num_samples=num_samples, sample_us=SAMPLE_US)]

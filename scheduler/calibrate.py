@@ -20,7 +20,7 @@ from trilane.config import Config
 from trilane.cpu_kernels.arena import Arena, allocate_arena
 from trilane.cpu_kernels.cpus import CpuBudget, read_cpu_budget, suggest_num_threads
 from trilane.cpu_kernels.formats import FORMATS
-from trilane.cpu_kernels.host_device import suggest_team_size
+from trilane.cpu_kernels.host_device import LANE_THREADS, suggest_team_size
 from trilane.host_runner import HostRunner
 from trilane.lane_probe import measure_fixed_costs
 from trilane.probes.contention import Contention, even_share, measure_contention
@@ -37,6 +37,7 @@ BASE_FORMAT = "q4_k"  # of experts where one format stands for all
 COPY_NBYTES = (64 << 10, 256 << 10, 1 << 20, 4 << 20)
 IN_FLIGHT = (1, 2, 4, 8)
 TOGETHER_EXPERTS = 16
+QUICK_NBYTES = 512 << 20  # of memory that the quick mode works on, at most
 PASSES, QUICK_PASSES = 7, 2
 FULL_S, QUICK_S = 25.0, 4.5  # no further pass that would end later, the compiler's time not counted
 STEP_EXPERTS = 16
@@ -73,7 +74,7 @@ class Session:
     @cached_property
     def arena(self) -> Arena:
         """Where experts lie, larger than the caches."""
-        arena = probe_arena(least_nbytes=(128 << 20) if self.quick else (256 << 20))
+        arena = probe_arena(least_nbytes=128 << 20, most_nbytes=QUICK_NBYTES if self.quick else None)
         wanted = max(expert_layout(name).expert_nbytes for name in self.formats)
         if arena.nbytes < wanted:
             raise Skipped(f"a quarter of the free memory is {arena.nbytes} bytes, an expert {wanted}: free some")
@@ -142,7 +143,7 @@ def thread_counts(budget: CpuBudget, quick: bool) -> tuple[int, ...]:
 def _measure_read(session: Session, previous: dict[int, float] | None) -> dict[int, float]:
     counts = sorted({*session.thread_counts, session.budget.num_concurrent})
     if not previous:
-        session.arena.bytes[: session.arena.nbytes] = 1  # pages that nobody wrote are all one page
+        session.experts()  # pages that nobody wrote are all one page
     found = {rate.num_threads: rate.gb_s for rate in measure_read(counts, arena=session.arena, num_samples=11)}
     return {n: max(gb_s, (previous or {}).get(n, 0.0)) for n, gb_s in found.items()}
 
@@ -157,13 +158,16 @@ LaneKey = tuple[str, str, int, int]  # lane, format, threads, rows
 def _measure_experts(session: Session, previous: dict[LaneKey, LaneTimes] | None) -> dict[LaneKey, LaneTimes]:
     """Every format on the CPU lane by threads, and on the device and link threads; one row and a batch."""
     found: dict[LaneKey, LaneTimes] = {}
-    most = session.thread_counts[-1]
+    most, samples = session.thread_counts[-1], 7 if session.quick else 11
     for name in session.formats:
         experts = session.experts(name)
         jobs = [("cpu", n, 1) for n in session.thread_counts] + [("hit", most, 1), ("zero_copy", most, 1)]
-        jobs += [("cpu", n, BATCH_ROWS) for n in sorted({1, most})] + [("hit", most, BATCH_ROWS)]
+        batches = (most,) if session.quick else sorted({1, most})
+        jobs += [("cpu", n, BATCH_ROWS) for n in batches] + [("hit", most, BATCH_ROWS)]
         for lane, n, rows in jobs:
-            times = measure_lane(lane, session.lanes[n], experts, session.slots, num_rows=rows)
+            num_samples = samples if rows == 1 else samples // 2
+            opened = session.lanes[n]
+            times = measure_lane(lane, opened, experts, session.slots, num_rows=rows, num_samples=num_samples)
             key = (lane, name, n, rows)
             found[key] = times.best((previous or {}).get(key))
     return found
@@ -255,13 +259,11 @@ def _measure_together(session: Session, previous: Contention | None) -> Contenti
 
 
 def _together_fields(session: Session, found: Contention) -> dict[str, Any]:
-    threads = float(suggest_team_size(session.budget)[0])
-    cores = {"hit": 1.0, "zero_copy": 1.0, "cpu": threads}
-    return {
-        "both_gb_s": found.joint_gb_s(float(session.budget.num_concurrent), cores),
-        "alone_gb_s": found.alone_gb_s,
-        "together_gb_s": found.together_gb_s,
-    }
+    rates = {"alone_gb_s": found.alone_gb_s, "together_gb_s": found.together_gb_s}
+    if suggest_team_size(session.budget)[0] + LANE_THREADS > session.budget.num_concurrent:
+        return rates  # what lanes lose are cores, and these are counted as such
+    slowdowns = {"hit_slowdown": found.slowdown("hit"), "link_slowdown": found.slowdown("zero_copy")}
+    return {**rates, **slowdowns, "both_gb_s": found.joint_gb_s()}
 
 
 def _measure_steps(session: Session, previous: dict[str, float] | None) -> dict[str, float]:

@@ -48,9 +48,9 @@ def probe(
 @contextlib.contextmanager
 def _progress() -> Iterator[Callable[[str, float], None] | None]:
     """A progress bar on a terminal's stderr; nothing elsewhere."""
-    from trilane.cli_bench import _console
+    from trilane.console import open_console
 
-    console = _console(stderr=True)
+    console = open_console(stderr=True)
     if not console.is_terminal:
         yield None
         return
@@ -76,10 +76,10 @@ def _as_json(found: Calibration, saved: Path | None) -> dict[str, Any]:
 
 # ------------------------------------------------------------------------------------------- for people
 def _print(found: Calibration, saved: Path | None) -> None:
-    from trilane.cli_bench import _console
+    from trilane.console import open_console
     from trilane.probes.machine import describe_machine
 
-    console, profile = _console(), found.profile
+    console, profile = open_console(), found.profile
     console.print(describe_machine().line)
     for title, headings, rows in (_expert_table(profile), _copy_table(profile), _cost_table(profile)):
         _print_table(console, title, headings, rows)

@@ -56,6 +56,8 @@ class Rates(NamedTuple):
     hit_cores: float
     link_cores: float
     cpu_cores: float
+    hit_slowdown: float  # part of its rate that the device loses while the CPU lane reads the same memory
+    link_slowdown: float  # the same of the link
 
 
 class Loads(NamedTuple):
@@ -144,6 +146,18 @@ def both_us(rates, link_nbytes, cpu_nbytes):
 
 
 @decision(inline=True)
+def beside_us(us, slowdown, cpu):
+    """What a lane takes beside the CPU lane: ``us`` at its own rate, less of it until the CPU is done.
+
+    ``min(us / (1 - slowdown), us + slowdown * cpu)``: it ends before the CPU does, or after.
+    """
+    if slowdown == 0.0 or us == 0.0:
+        return us
+    during, beyond = us / (1.0 - slowdown), us + slowdown * cpu
+    return during if during < beyond else beyond
+
+
+@decision(inline=True)
 def device_us(rates, loads, zero_copy):
     """Device time for hits and streamed shards, and for in-place reads where they run after each other."""
     nbytes = loads.hit_nbytes + loads.stream_nbytes
@@ -171,12 +185,13 @@ def _busy_us(us, cores):
 
 @decision(inline=True)
 def step_us(rates, loads):
-    """The layer-step: ``fixed + max(device, link, cpu, both, shared)``."""
+    """The layer-step: ``fixed + max(device, link, cpu, both, shared)``, device and link beside the CPU lane."""
     stream = stream_us(rates, loads.stream_runs, loads.stream_nbytes)
     in_place = zero_copy_us(rates, loads.zero_copy_shards, loads.zero_copy_nbytes, loads.zero_copy_row_nbytes)
     cpu = cpu_us(rates, loads.cpu_shards, loads.cpu_nbytes, loads.cpu_row_nbytes)
     device = device_us(rates, loads, in_place)
-    lanes = longer(longer(device, link_us(rates, stream, in_place)), cpu)
+    link = beside_us(link_us(rates, stream, in_place), rates.link_slowdown, cpu)
+    lanes = longer(longer(beside_us(device, rates.hit_slowdown, cpu), link), cpu)
     both = both_us(rates, loads.stream_nbytes + loads.zero_copy_nbytes, loads.cpu_nbytes)
     longest = longer(longer(lanes, both), shared_us(rates, device, stream, in_place, cpu))
     missed = loads.stream_nbytes + loads.zero_copy_nbytes + loads.cpu_nbytes
@@ -193,7 +208,8 @@ def write_terms(rates, loads, terms):
     terms[1] = stream
     terms[2] = in_place
     terms[3] = cpu
-    terms[DEVICE_US] = device_us(rates, loads, in_place)
+    device = device_us(rates, loads, in_place)
+    terms[DEVICE_US] = beside_us(device, rates.hit_slowdown, cpu)
     terms[BOTH_US] = both_us(rates, loads.stream_nbytes + loads.zero_copy_nbytes, loads.cpu_nbytes)
-    terms[SHARED_US] = shared_us(rates, terms[DEVICE_US], stream, in_place, cpu)
+    terms[SHARED_US] = shared_us(rates, device, stream, in_place, cpu)
     terms[STEP_US] = step_us(rates, loads)

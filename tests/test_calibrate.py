@@ -122,14 +122,17 @@ def test_t15_the_better_of_two_passes_counts():
 
 
 # ----------------------------------------------------------------------------------------------- contention
-def test_contention_is_what_lanes_take_beyond_cores_and_the_slowest_lane():
-    found = Contention({"hit": 2_000_000, "cpu": 8_000_000}, {"hit": 100.0, "cpu": 100.0}, 150.0)
-    assert found.joint_gb_s(0.0, {}) == pytest.approx(10e6 / 150e3)
-    assert found.joint_gb_s(2.0, {"hit": 1.0, "cpu": 2.0}) is None  # cores explain it
-    assert replace(found, together_us=103.0).joint_gb_s(0.0, {}) is None
-    assert found.alone_gb_s == {"hit": 20.0, "cpu": 80.0} and found.together_gb_s["cpu"] == pytest.approx(53.3, 0.01)
-    better = found.best(replace(found, alone_us={"hit": 90.0, "cpu": 120.0}, together_us=160.0))
-    assert better.alone_us == {"hit": 90.0, "cpu": 100.0} and better.together_us == 150.0
+def test_contention_is_what_a_lane_loses_while_the_cpu_lane_runs():
+    nbytes = {"hit": 2_000_000, "zero_copy": 1_000_000, "cpu": 8_000_000}
+    found = Contention(nbytes, dict.fromkeys(nbytes, 100.0), {"hit": 150.0, "zero_copy": 80.0, "cpu": 125.0})
+    assert found.slowdown("hit") == pytest.approx(50 / 125)  # it went on after the CPU lane had ended
+    assert found.slowdown("zero_copy") == 0.0
+    assert replace(found, together_us={**found.together_us, "hit": 120.0}).slowdown("hit") == pytest.approx(1 / 6)
+    assert found.joint_gb_s() == pytest.approx(2e6 / 150e3 + 1e6 / 80e3 + 8e6 / 125e3)
+    assert replace(found, together_us=found.alone_us).joint_gb_s() is None
+    assert found.alone_gb_s["hit"] == 20.0
+    better = found.best(replace(found, alone_us=dict.fromkeys(nbytes, 90.0), together_us=dict.fromkeys(nbytes, 130.0)))
+    assert better.alone_us["cpu"] == 90.0 and better.together_us == {"hit": 130.0, "zero_copy": 80.0, "cpu": 125.0}
 
 
 def test_experts_are_shared_by_rates():

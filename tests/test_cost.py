@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from trilane import cost
-from trilane.cost import Loads, make_rates
+from trilane.cost import Loads, beside_us, make_rates, step_us
 
 NOTHING = Loads(0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0)
 
@@ -88,16 +88,36 @@ def test_link_and_cpu_together_are_bound_by_host_memory():
 
 @settings(max_examples=60, deadline=None)
 @given(
-    st.lists(st.integers(0, 10).map(float), min_size=21, max_size=21),
+    st.lists(st.integers(0, 10).map(float), min_size=len(cost.Rates._fields), max_size=len(cost.Rates._fields)),
     st.lists(st.integers(0, 10**7), min_size=11, max_size=11),
 )
 def test_the_step_is_its_longest_term(values, numbers):
     names = list(cost.Rates._fields)
     r = make_rates(**dict(zip(names, values, strict=True)))
+    r = r._replace(hit_slowdown=r.hit_slowdown / 11, link_slowdown=r.link_slowdown / 11)
     loads = Loads(*numbers)
     terms = np.full(cost.NUM_TERMS, np.nan)
     cost.write_terms(r, loads, terms)
-    link = cost.link_us(r, terms[1], terms[2])
+    link = beside_us(cost.link_us(r, terms[1], terms[2]), r.link_slowdown, terms[3])
     fixed = r.step_fix_us + (r.miss_fix_us if numbers[3] + numbers[6] + numbers[9] else 0.0)
     longest = max(terms[cost.DEVICE_US], link, terms[3], terms[cost.BOTH_US], terms[cost.SHARED_US])
     assert terms[cost.STEP_US] == cost.step_us(r, loads) == fixed + longest
+
+
+def test_a_lane_beside_the_cpu_lane_is_slower_until_that_is_done():
+    assert beside_us(100.0, 0.0, 50.0) == 100.0
+    assert beside_us(0.0, 0.5, 50.0) == 0.0
+    assert beside_us(100.0, 0.5, 40.0) == pytest.approx(120.0)  # 20 of it by then, the rest at its own rate
+    assert beside_us(10.0, 0.5, 40.0) == pytest.approx(20.0)  # it ends before the CPU lane does
+    assert beside_us(10.0, 0.5, float("inf")) == pytest.approx(20.0)
+
+
+def test_contention_lengthens_device_and_link_but_not_a_step_without_cpu_work():
+    rates = make_rates(hit_us_per_byte=1.0, stream_us_per_byte=1.0, cpu_us_per_byte=1.0)
+    slowed = rates._replace(hit_slowdown=0.5, link_slowdown=0.25)
+    alone = Loads(100.0, 0.0, 0.0, 0.0, 0.0, 0, 0.0, 0.0, 0, 0.0, 0.0)
+    assert step_us(slowed, alone) == step_us(rates, alone) == 100.0
+    both = alone._replace(cpu_shards=1, cpu_nbytes=40.0)
+    assert step_us(rates, both) == 100.0 and step_us(slowed, both) == pytest.approx(120.0)
+    streamed = both._replace(hit_nbytes=0.0, stream_runs=1.0, stream_nbytes=100.0)
+    assert step_us(slowed._replace(hit_slowdown=0.0), streamed) == pytest.approx(110.0)

@@ -186,14 +186,14 @@ def slots():
 def test_a_lane_computes_what_numpy_computes(slots, lanes, experts, lane, num_rows) -> None:
     """The case checks its first step; a lane that did not run would leave NaN."""
     share = lane_jobs.Share(num_rows=num_rows, **{lane: 2})
-    case = lane_jobs.lanes_case(lane, lanes, experts, slots, share)
+    case = lane_jobs.lanes_case(lane_jobs.LaneRing(lanes, experts, slots, share))
     (taken,) = timing.time_cases([case], num_samples=2, sample_us=50)
     assert taken.gb_s > 0 and not taken.disturbed
     assert case.nbytes == 2 * experts.nbytes
 
 
 def test_a_lane_that_computes_something_else_is_refused(slots, lanes, experts) -> None:
-    case = lane_jobs.lanes_case("hit", lanes, experts, slots, lane_jobs.Share(hit=1))
+    case = lane_jobs.lanes_case(lane_jobs.LaneRing(lanes, experts, slots, lane_jobs.Share(hit=1)))
     case.calls[:, :, 5] = 0  # nothing is posted
     with pytest.raises(ProbeError, match="q8_0 .* wrong output"):
         timing.time_cases([case], num_samples=1, sample_us=50)
@@ -201,8 +201,9 @@ def test_a_lane_that_computes_something_else_is_refused(slots, lanes, experts) -
 
 def test_all_lanes_at_once_compute_the_same(slots, lanes, experts) -> None:
     share = lane_jobs.Share(hit=1, stream=1, zero_copy=1, cpu=1)
-    case = lane_jobs.lanes_case("all", lanes, experts, slots, share)
-    timing.time_cases([case], num_samples=1, sample_us=50)
+    ring = lane_jobs.LaneRing(lanes, experts, slots, share)
+    timing.time_cases([lane_jobs.lanes_case(ring)], num_samples=1, sample_us=50)
+    assert set(ring.lane_us()) == {"hit", "zero_copy", "cpu"} and min(ring.lane_us().values()) > 0
 
 
 def test_copies_are_checked_and_timed(arena, lanes) -> None:

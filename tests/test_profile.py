@@ -39,7 +39,11 @@ def a_profile(**changes):
 
 
 def test_json_round_trip():
-    profile = a_profile(played=("cpu",), zero_copy_on_device=True, cpu_cores=None)
+    profile = a_profile(
+        played=("cpu",), zero_copy_on_device=True, cpu_cores=None, quick=True, skipped={"together": "one CPU"},
+        zero_copy_experts={"q4_k": Curve((1,), (9.0,))}, alone_gb_s={"hit": 9.0}, together_gb_s={"hit": 6.0},
+        hit_slowdown=0.4, handover_us=0.6,
+    )  # fmt: skip
     assert load_profile(profile.to_json()) == profile
     assert load_profile(MachineProfile().to_json()) == MachineProfile()
 
@@ -57,6 +61,8 @@ def test_json_round_trip():
         ({"zero_copy": {"x": [2, 1], "y": [1, 1]}}, "rising"),
         ({"zero_copy": {"x": [1], "y": [0]}}, "above 0"),
         ({"machine": {"brand": 1}}, "brand"),
+        ({"hit_slowdown": 1.0}, "below 1"),
+        ({"alone_gb_s": {"hit": "fast"}}, "fast"),
         ({"cpu_experts": 3}, "does not fit"),
         ({"zero_copy": 3}, "does not fit"),
     ],
@@ -134,3 +140,48 @@ def test_another_machine_is_told_by_what_differs():
     mine = Machine(cpu="a", cores_allowed=4)
     assert machine_differences(mine, mine) == ()
     assert machine_differences(mine, Machine(cpu="a", cores_allowed=8)) == ("cores_allowed was 4 and is 8",)
+
+
+def test_memory_may_differ_by_little():
+    mine = Machine(memory_nbytes=1000)
+    assert machine_differences(mine, Machine(memory_nbytes=1010)) == ()
+    assert len(machine_differences(mine, Machine(memory_nbytes=1100))) == 1
+    assert len(machine_differences(mine, Machine())) == 1
+
+
+def test_the_knee_is_the_least_that_is_nearly_the_best():
+    assert Curve((1, 8, 14, 28, 32), (10, 60, 90, 100, 97)).knee() == 28
+    assert Curve((1, 2, 4), (10, 9.7, 10.1)).knee() == 1
+    profile = a_profile(cpu_experts={"a": Curve((1, 2), (1, 2)), "b": Curve((1, 2), (2, 2)), "c": Curve((4,), (1,))})
+    assert profile.knee(["a", "b", "c", "d"]) == 2
+    assert profile.knee(["b"]) == 1 and profile.knee(["c", "d"]) is None  # one point shows no knee
+
+
+def test_bytes_in_several_formats_add_up():
+    profile = a_profile(
+        cpu_experts={"q4_k": Curve((1,), (10.0,)), "f32": Curve((1,), (40.0,))},
+        device_experts={"q4_k": 20.0, "f32": 20.0},
+        zero_copy_experts={"f32": Curve((1,), (5.0,))},
+        zero_copy=Curve((1,), (50.0,)),
+    )
+    assert profile.knows({"q4_k": 3, "f32": 1}) and not profile.knows("q8_0") and not profile.knows({"q4_k": 1, "a": 1})
+    r = profile.rates({"q4_k": 3e6, "f32": 1e6}, shard_nbytes=1000, threads=1)
+    assert r.cpu_us_per_byte == pytest.approx((0.75 / 10 + 0.25 / 40) * 1e-3)
+    assert r.zero_copy_us_per_byte[0] == pytest.approx((0.75 / 50 + 0.25 / 5) * 1e-3)
+    assert r.hit_us_per_byte == pytest.approx(1e-3 / 20)
+
+
+def test_a_tail_is_the_device_time_of_a_shard_and_what_is_beyond():
+    r = a_profile(stream_tail_us=3.0).rates("q4_k", shard_nbytes=3_400_000, threads=1)
+    assert r.stream_tail_us == pytest.approx(4.0)  # 1 us of it for the shard, at 3400 GB/s
+    assert a_profile(device_experts={}).rates("q4_k", shard_nbytes=1, threads=1).stream_tail_us == 0
+
+
+def test_lanes_that_are_played_have_neither_contention_nor_fixed_costs_of_their_own():
+    profile = a_profile(hit_slowdown=0.4, link_slowdown=0.3, hit_fix_us=5.0, stream_fix_us=6.0, zero_copy_fix_us=7.0)
+    r = profile.rates("q4_k", shard_nbytes=1000, threads=1)
+    assert (r.hit_slowdown, r.link_slowdown) == (0.4, 0.3)
+    r = play(profile, link_gb_s=1.0, zero_copy_gb_s=1.0).rates("q4_k", shard_nbytes=1000, threads=1)
+    assert (r.hit_slowdown, r.link_slowdown, r.stream_fix_us, r.zero_copy_fix_us, r.hit_fix_us) == (0.4, 0, 0, 0, 5.0)
+    r = play(profile, hit_gb_s=1.0, cpu_gb_s=1.0).rates("q4_k", shard_nbytes=1000, threads=1)
+    assert (r.hit_slowdown, r.link_slowdown, r.hit_fix_us, r.cpu_fix_us) == (0, 0, 0, 0)
