@@ -7,7 +7,7 @@ steps take turns, and of each the faster half counts: what disturbs a step makes
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -63,7 +63,7 @@ def fixed_costs(samples: Mapping[str, Sequence[Sample]]) -> dict[str, float]:
     return costs
 
 
-def _median(values: Sequence[float]) -> float:
+def _median(values: Iterable[float]) -> float:
     return float(max(0.0, np.median(list(values))))
 
 

@@ -194,7 +194,7 @@ class MachineProfile:
         shards = np.arange(1, MAX_IN_FLIGHT + 1)
         pieces = shards * (shard_nbytes / (self.zero_copy_nbytes or shard_nbytes))
         curves = {name: self.zero_copy_experts.get(name, self.zero_copy) for name in shares}
-        rates = [_mixed(shares, lambda name, n=n: _curve_us_per_byte(curves[name], n)) for n in pieces]
+        rates = [sum(share * _curve_us_per_byte(curves[name], n) for name, share in shares.items()) for n in pieces]
         return np.maximum.accumulate(shards * rates) / shards
 
     def to_json(self) -> str:

@@ -55,8 +55,6 @@ class StepRow:
         What the bytes take at the profile's rates: hits on the device, misses over link and CPU together.
     lanes : dict
         Mean shards of each lane.
-    single_lane_us : dict
-        Predicted us if one lane served all misses.
     played : dict
         Lane -> rate in GB/s that is played.
     median_error : float
@@ -167,8 +165,9 @@ class _StepBench:
         samples = self.samples[misses][1:]
         if not samples:
             nan = float("nan")
-            played = self.scheduler.stats().played
-            return StepRow(self.shape.top_k - misses, misses, *[nan] * 6, {}, dict(played), nan, ())
+            played = dict(self.scheduler.stats().played)
+            hits = self.shape.top_k - misses
+            return StepRow(hits, misses, nan, nan, nan, nan, nan, nan, {}, played, nan, ())
         predicted, observed = (np.array([s[k] for s in samples]) for k in (0, 1))
         errors = np.abs(predicted - observed) / observed
         counts = np.mean([s[2] for s in samples], axis=0)
