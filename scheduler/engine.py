@@ -33,7 +33,7 @@ from trilane.errors import (
 from trilane.expert import Outcome, Plan
 from trilane.host_runner import HostRunner, StepInput
 from trilane.journal import StoryEntry
-from trilane.layer_rates import rates_of_layers, store_formats
+from trilane.layer_rates import rates_of_layers
 from trilane.profile import MachineProfile
 from trilane.start_profile import start_profile
 from trilane.stats import Stats, make_stats
@@ -134,7 +134,7 @@ class ExpertScheduler:
         self._failure: TrilaneError | None = None
         self.profile = start_profile(profile, self.config)
         with _public_errors():
-            self._runner = HostRunner(store, self.config, knee=self.profile.knee(store_formats(store)))
+            self._runner = HostRunner(store, self.config, knee=self.profile.knee())
         self._finalizer = weakref.finalize(self, self._runner.close)
         with self._closing_on_error():
             self._runner.rates = rates_of_layers(self.profile, self._runner)

@@ -13,14 +13,9 @@ from trilane.cost import Rates
 from trilane.errors import ProfileError
 from trilane.host_runner import HostRunner
 from trilane.profile import MachineProfile, play
-from trilane.store import ExpertStore, StoreLayer
+from trilane.store import StoreLayer
 
 log = logging.getLogger("trilane")
-
-
-def store_formats(store: ExpertStore) -> set[str]:
-    """Names of all formats of a store's experts."""
-    return {name for layer in store.layers for name in layer_formats(layer)}
 
 
 def layer_formats(layer: StoreLayer) -> dict[str, float]:

@@ -8,7 +8,7 @@ chosen ones, so that a lane can act as another machine's; such lanes are labelle
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field, fields, replace
 from typing import Any
 
@@ -184,9 +184,12 @@ class MachineProfile:
             cpu_cores=float(threads) if self.cpu_cores is None else self.cpu_cores,
         )
 
-    def knee(self, formats: Iterable[str]) -> int | None:
-        """Threads beyond which the CPU lane gains almost nothing in any of the formats; None if unknown."""
-        curves = [self.cpu_experts[name] for name in formats if name in self.cpu_experts]
+    def knee(self) -> int | None:
+        """Threads beyond which the CPU lane gains almost nothing in any format; None if unknown.
+
+        All formats count: where memory is the limit it is so for all, and one disturbed curve decides nothing.
+        """
+        curves = self.cpu_experts.values()
         return max((int(curve.knee()) for curve in curves if len(curve.x) > 1), default=None)
 
     def _in_place_us_per_byte(self, shares: Mapping[str, float], shard_nbytes: int) -> NDArray[np.float64]:

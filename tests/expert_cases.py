@@ -10,7 +10,7 @@ from trilane import ExpertScheduler, ExpertStore, MachineProfile
 from trilane.cpu_kernels import reference
 from trilane.cpu_kernels.gate import GATES
 from trilane.cpu_kernels.layout import unpack_expert
-from trilane.layer_rates import store_formats
+from trilane.layer_rates import layer_formats
 from trilane.profile import Curve
 from trilane.store import Gate
 
@@ -104,7 +104,7 @@ def weights_of(store, layer, expert):
 
 def profile_for(store, *, link=5.0, zero_copy=6.0, cpu=8.0, device=20.0, cores=2.0, fix=1.0):
     """Made-up rates in GB/s, so that no test depends on what this machine measures."""
-    labels = sorted(store_formats(store))
+    labels = sorted({name for layer in store.layers for name in layer_formats(layer)})
     return MachineProfile(
         pinned_to_device=Curve((1.0,), (link,)), zero_copy=Curve((1.0,), (zero_copy,)),
         cpu_experts=dict.fromkeys(labels, Curve((1.0,), (cpu,))),

@@ -153,8 +153,8 @@ def test_the_knee_is_the_least_that_is_nearly_the_best():
     assert Curve((1, 8, 14, 28, 32), (10, 60, 90, 100, 97)).knee() == 28
     assert Curve((1, 2, 4), (10, 9.7, 10.1)).knee() == 1
     profile = a_profile(cpu_experts={"a": Curve((1, 2), (1, 2)), "b": Curve((1, 2), (2, 2)), "c": Curve((4,), (1,))})
-    assert profile.knee(["a", "b", "c", "d"]) == 2
-    assert profile.knee(["b"]) == 1 and profile.knee(["c", "d"]) is None  # one point shows no knee
+    assert profile.knee() == 2
+    assert a_profile(cpu_experts={"c": Curve((4,), (1,))}).knee() is None  # one point shows no knee
 
 
 def test_bytes_in_several_formats_add_up():
