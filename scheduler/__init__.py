@@ -28,6 +28,7 @@ if TYPE_CHECKING:
         ProfileError,
         RoutingError,
         StoreError,
+        TraceError,
         TrilaneError,
         WorkerError,
     )
@@ -58,6 +59,7 @@ __all__ = [
     "RoutingError",
     "Stats",
     "StoreError",
+    "TraceError",
     "TrilaneError",
     "WorkerError",
     "load_config",

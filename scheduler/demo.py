@@ -25,7 +25,8 @@ from trilane.probes.machine import describe_machine
 from trilane.stats import Stats
 from trilane.step_bench import limit_us
 from trilane.store import ExpertStore, Gate
-from trilane.trace import Trace, bundled_trace
+from trilane.trace import Trace
+from trilane.trace_import import bundled_trace
 
 SEED = 20
 SCALE_EXPONENTS = (118, 121)  # E8M0 bytes of weights of about 0.01 to 0.04
@@ -46,15 +47,15 @@ class Run:
 
 def make_store(trace: Trace, hidden: int, intermediate: int) -> ExpertStore:
     """Random MXFP4 experts with biases, no two alike."""
-    rng, fmt = np.random.default_rng(SEED), format_of("mxfp4")
+    rng, fmt, num_experts = np.random.default_rng(SEED), format_of("mxfp4"), trace.meta.num_experts[0]
 
     def matrix(rows: int, columns: int) -> np.ndarray:
-        blocks = rng.integers(0, 256, (trace.num_experts, rows, columns // fmt.block_size, fmt.block_nbytes), np.uint8)
+        blocks = rng.integers(0, 256, (num_experts, rows, columns // fmt.block_size, fmt.block_nbytes), np.uint8)
         blocks[..., 0] = rng.integers(*SCALE_EXPONENTS, blocks.shape[:-1], np.uint8)
-        return blocks.reshape(trace.num_experts, rows, -1)
+        return blocks.reshape(num_experts, rows, -1)
 
     def bias(size: int) -> np.ndarray:
-        return rng.standard_normal((trace.num_experts, size)).astype(np.float32) * np.float32(0.02)
+        return rng.standard_normal((num_experts, size)).astype(np.float32) * np.float32(0.02)
 
     layers = (
         {
@@ -65,7 +66,7 @@ def make_store(trace: Trace, hidden: int, intermediate: int) -> ExpertStore:
             "up_bias": bias(intermediate),
             "down_bias": bias(hidden),
         }
-        for _ in range(trace.num_layers)
+        for _ in range(trace.meta.num_layers)
     )
     return ExpertStore.from_arrays(layers, formats="mxfp4", gate=Gate("swiglu_oai"))
 
@@ -86,10 +87,12 @@ def _pass(scheduler: ExpertScheduler, trace: Trace, tokens: int) -> tuple[str, f
     """A digest of all outputs, and the sum of the steps' limits in us."""
     rng, digest, limit = np.random.default_rng(SEED), hashlib.blake2b(digest_size=16), 0.0
     out = np.empty((1, scheduler.store.hidden), np.float32)
+    ids, weights = trace.tokens()
+    assert weights is not None
     for token in range(tokens):
         hidden = rng.standard_normal(out.shape).astype(np.float32)
-        for layer in range(trace.num_layers):
-            scheduler.forward(layer, hidden, trace.ids[token, layer][None], trace.weights[token, layer][None], out=out)
+        for layer in range(trace.meta.num_layers):
+            scheduler.forward(layer, hidden, ids[token, layer][None], weights[token, layer][None], out=out)
             digest.update(out.tobytes())
             limit += _step_limit_us(scheduler, layer)
             hidden = hidden + out
@@ -111,9 +114,10 @@ def _step_limit_us(scheduler: ExpertScheduler, layer: int) -> float:
 def run_demo(tokens: int, hidden: int, slots: float, played: Mapping[str, float]) -> bool:
     """Run everything and print it; whether all outputs had the same bits."""
     trace = bundled_trace()
-    tokens = min(tokens, trace.num_tokens)
+    tokens = min(tokens, len(trace.tokens()[0]))
     print(f"machine: {describe_machine().line}")
-    print(f"routing: {tokens} tokens of a conversation of {trace.model} ({trace.licence}; {trace.source})")
+    meta = trace.meta
+    print(f"routing: {tokens} tokens of a conversation of {meta.model} ({meta.licence}; {meta.source})")
     start = time.perf_counter()
     store = make_store(trace, hidden, hidden)
     print(f"store:   {store}, MXFP4, hidden {hidden}, made in {time.perf_counter() - start:.1f} s")

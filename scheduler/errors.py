@@ -12,6 +12,7 @@ The tree::
     +-- DeviceError   (RuntimeError)  a device that is missing or failed
     +-- WorkerError   (RuntimeError)  a worker thread that died or does not answer
     +-- ProfileError  (ValueError)    a machine profile that is unreadable or of another machine
+    +-- TraceError    (ValueError)    a routing trace that cannot be read, written to or replayed
     +-- ProbeError    (RuntimeError)  a measurement whose result is wrong, so that its figures are worthless
     +-- ClosedError   (RuntimeError)  use after close()
     +-- ForkError     (RuntimeError)  use in a forked child, which has none of the threads
@@ -38,6 +39,7 @@ __all__ = [
     "ProfileError",
     "RoutingError",
     "StoreError",
+    "TraceError",
     "TrilaneError",
     "WorkerError",
     "did_you_mean",
@@ -79,6 +81,10 @@ class WorkerError(TrilaneError, RuntimeError):
 
 class ProfileError(TrilaneError, ValueError):
     """A machine profile that cannot be read, or that was measured on another machine."""
+
+
+class TraceError(TrilaneError, ValueError):
+    """A routing trace that cannot be read, written to or replayed."""
 
 
 class ProbeError(TrilaneError, RuntimeError):

@@ -3,15 +3,16 @@
 import dataclasses
 
 from trilane import demo
-from trilane.trace import bundled_trace
+from trilane.trace_import import bundled_trace
 
 
 def test_bundled_trace_is_a_real_conversation():
     trace = bundled_trace()
-    assert trace.ids.shape == (240, 24, 4) and trace.num_experts == 32
-    assert trace.licence == "Apache-2.0" and "GPT-OSS" in trace.source
-    assert trace.ids.max() < trace.num_experts
-    assert (0 < trace.weights).all() and (abs(trace.weights.sum(-1) - 1) < 0.02).all()
+    ids, weights = trace.tokens()
+    assert ids.shape == weights.shape == (240, 24, 4) and trace.meta.num_experts == (32,) * 24
+    assert trace.meta.licence == "Apache-2.0" and "GPT-OSS" in trace.meta.source
+    assert ids.max() < 32
+    assert (0 < weights).all() and (abs(weights.sum(-1) - 1) < 0.02).all()
 
 
 def test_demo_runs_and_finds_the_bits_identical(capsys):
