@@ -35,6 +35,7 @@ from trilane.host_runner import HostRunner, StepInput
 from trilane.journal import StoryEntry
 from trilane.layer_rates import rates_of_layers
 from trilane.profile import MachineProfile
+from trilane.recorder import Recorder, record_path
 from trilane.start_profile import start_profile
 from trilane.stats import Stats, make_stats
 from trilane.store import ExpertStore
@@ -138,6 +139,8 @@ class ExpertScheduler:
         self._finalizer = weakref.finalize(self, self._runner.close)
         with self._closing_on_error():
             self._runner.rates = rates_of_layers(self.profile, self._runner)
+            if (path := record_path(self.config)) is not None:
+                self._runner.record(path)
 
     # ------------------------------------------------------------------------------------------- running
     def forward(
@@ -283,6 +286,7 @@ class ExpertScheduler:
     def request(self) -> Iterator[Request]:
         """Count the work inside a ``with`` block: ``with scheduler.request() as r: ...; r.stats``."""
         request = Request(self)
+        self._runner.begin_request()
         try:
             yield request
         finally:
@@ -307,7 +311,7 @@ class ExpertScheduler:
             totals,
             bytes_pinned=0,
             bytes_pageable=self.store.nbytes,
-            inactive=_inactive(self.config, len(runner.tables.slot_address)),
+            inactive=_inactive(self.config, len(runner.tables.slot_address), runner.recorder),
             played=runner.device.played.given(),
         )
 
@@ -379,7 +383,7 @@ def _public_errors() -> Iterator[None]:
         raise WorkerError(str(error)) from error
 
 
-def _inactive(config: Config, num_slots: int) -> dict[str, str]:
+def _inactive(config: Config, num_slots: int, recorder: Recorder | None) -> dict[str, str]:
     """Lanes and features that do nothing, with the reason."""
     reasons = {}
     policy = config.policy
@@ -390,6 +394,8 @@ def _inactive(config: Config, num_slots: int) -> dict[str, str]:
             reasons[lane] = "policy.lanes leaves it out"
     if num_slots == 0:
         reasons["cache"] = "there are no slots (section cache)"
+    if recorder is not None and recorder.failure is not None:
+        reasons["record"] = f"the recording ended: {recorder.failure}"
         reasons.setdefault("stream", "there are no slots to stream to")
     reasons["pinned"] = "the host device needs no pinned memory"
     return reasons

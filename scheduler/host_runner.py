@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 from numba import typeof
@@ -46,14 +48,17 @@ from trilane.host_run import (
 from trilane.host_step import LINK_NS
 from trilane.host_tables import make_tables, store_geometry
 from trilane.journal import StoryEntry, expert_story, last_plan, make_journal
-from trilane.plan import Options, make_options, make_work
+from trilane.plan import Options, make_work
 from trilane.planner import abandon_step, plan_fills
+from trilane.policy import empty_state, num_slots, policy_options
+from trilane.recorder import Recorder
 from trilane.residency import drop_fill, land_fill
 from trilane.routing import make_grouping
 from trilane.stash import Stash, on_stashes
-from trilane.state import make_state
+from trilane.state import State
 from trilane.stats import Total
 from trilane.store import ExpertStore
+from trilane.trace import TraceMeta
 
 ELEMENTS = {"f32": HIDDEN_F32, "f16": HIDDEN_F16, "bf16": HIDDEN_BF16}
 SCRATCH_NBYTES = 64 << 20
@@ -99,7 +104,8 @@ class HostRunner:
         isa = _available_isa(config.cpu.isa)
         self.geometry = store_geometry(store)
         slot_nbytes = int(self.geometry.shard_nbytes.max())
-        self._num_slots = config.cache.num_slots(int(self.geometry.first_shard[-1]), slot_nbytes)
+        self._num_slots = num_slots(config, self.geometry)
+        self.recorder: Recorder | None = None
         self.device = HostDevice(
             self._num_slots,
             slot_nbytes,
@@ -111,8 +117,7 @@ class HostRunner:
         )
         self.device.start()
         self.tables = make_tables(store, self.device, isa)
-        policy = config.policy
-        self.options = make_options(policy.lanes, force=policy.force, admit=policy.admit, fills=policy.fills)
+        self.options = policy_options(config)
         self.rates = [make_rates()] * store.num_layers  # of a probe: every lane is forced there
         self._work, self._fill_work = make_work(self.geometry), make_work(self.geometry)
         self._step = np.zeros(Step.SIZE, np.int64)
@@ -155,14 +160,8 @@ class HostRunner:
     def reset(self) -> None:
         """Empty slots, no history, counters at 0."""
         self.settle_fills()
-        cache = self.config.cache
-        self.state = make_state(
-            self.geometry,
-            self._num_slots,
-            pool=cache.pool,
-            eviction=cache.eviction,
-            half_life_steps=cache.half_life_steps,
-        )
+        self._lose_track()
+        self.state = empty_state(self.config, self.geometry, self._num_slots)
         self.journal = make_journal(self.geometry)
         self.totals = np.zeros(Total.SIZE)
         self.lane_us = np.zeros(3)
@@ -184,11 +183,13 @@ class HostRunner:
 
     @rates.setter
     def rates(self, rates: Sequence[Rates]) -> None:
+        self._lose_track()
         stashes = {id(one): Stash(one) for one in rates}  # layers of one kind share theirs
         self._rate_stashes = [stashes[id(one)] for one in rates]
 
     def use_options(self, options: Options) -> Options:
         """Plan with other options from now on; those used before."""
+        self._lose_track()
         before, self.options = self.options, options
         self._run = Stash(self._run.held._replace(options=options))
         return before
@@ -230,6 +231,8 @@ class HostRunner:
     def begin(self, step: StepInput) -> bool:
         """Group, publish, plan, and start the lanes; False, and nothing done, where an id does not exist."""
         self.settle_fills()
+        if self.recorder is not None:
+            self.recorder.ready()
         self._step[Step.LAYER : Step.OUT_ELEMENT + 1] = (
             step.layer, step.num_rows, step.top_k, step.hidden, step.hidden_stride,
             ELEMENTS[step.hidden_element], step.out, step.out_stride, ELEMENTS[step.out_element],
@@ -240,7 +243,10 @@ class HostRunner:
         try:
             if step.num_rows > ROWS_IN_CALLER:
                 self.device.publish(self.ws, step.num_rows)
-            if self._open_step(self._run.address, self._rate_stashes[step.layer].address) != DONE:
+            status = self._open_step(self._run.address, self._rate_stashes[step.layer].address)
+            if self.recorder is not None:
+                self.recorder.step(self._run)  # while the lanes work
+            if status != DONE:
                 self._raise_refusal()
         except BaseException:
             self._abandon()
@@ -281,6 +287,8 @@ class HostRunner:
                 f"layer {self._step[Step.LAYER]}: {waiting} shards find no slot among {self._num_slots} and only "
                 "the stream lane is allowed; give the cache more slots (section cache), or the policy more lanes"
             )
+        if self.recorder is not None:
+            self.recorder.step(self._run, is_wave=True)
         if status != DONE:
             self._raise_refusal()
 
@@ -290,6 +298,7 @@ class HostRunner:
 
     def _abandon(self) -> None:
         """A failed step's fills hold nothing that may be hit."""
+        self._lose_track()
         if self._open and self._step[Step.PLANNED]:
             layer, num_experts = int(self._step[Step.LAYER]), int(self._step[Step.NUM_EXPERTS])
             abandon_step(self.state, self.geometry, layer, self.grouping.experts, num_experts, self._work)
@@ -305,6 +314,39 @@ class HostRunner:
             self.device.settle(self._left)
             self._left = {}
 
+    # ------------------------------------------------------------------------------------------ recording
+    def record(self, path: Path | str) -> None:
+        """Record to a trace file from now on.
+
+        Raises
+        ------
+        TraceError, OSError
+        """
+        layers = self.store.layers
+        meta = TraceMeta(
+            model="" if self.store.model is None else self.store.model.path.name,
+            num_experts=tuple(layer.num_experts for layer in layers),
+            shard_nbytes=tuple(tuple(layer.layout.shard_nbytes.tolist()) for layer in layers),
+        )
+        self.recorder = Recorder(path, meta, self._run, self._look)
+
+    def _look(self) -> tuple[dict[str, Any], list[Rates], State]:
+        """All that plans depend on."""
+        sections = self.config.model_dump(mode="json", include={"cache", "policy"})
+        settings = {"clock": int(self._step[Step.CLOCK]), "options": self.options._asdict(), "config": sections}
+        return settings, self.rates, self.state
+
+    def begin_request(self) -> None:
+        """What follows belongs to a new request."""
+        if self.recorder is not None:
+            if not self._fills:
+                self.recorder.ready()
+            self.recorder.request()
+
+    def _lose_track(self) -> None:
+        if self.recorder is not None:
+            self.recorder.lose_track()
+
     # ------------------------------------------------------------------------------------ background fills
     def start_fills(self, layer: int, experts: Sequence[int]) -> int:
         """Reserve slots for likely experts and copy them while the link is idle; fills started."""
@@ -312,10 +354,21 @@ class HostRunner:
             return 0
         self._end_leftovers()
         self.settle_fills()
+        if self.recorder is not None:
+            self.recorder.ready()
+        try:
+            return self._reserve_fills(layer, experts)
+        except BaseException:
+            self._lose_track()
+            raise
+
+    def _reserve_fills(self, layer: int, experts: Sequence[int]) -> int:
         ids, w = np.array(experts, np.int32), self._fill_work
         clock = int(self._step[Step.CLOCK])
         num = int(plan_fills(self.state, self.geometry, self.options, layer, ids, len(ids), clock, w))
         self._fills = [(int(w.fill_slot[i]), int(w.fill_shard[i])) for i in range(num)]
+        if self.recorder is not None:
+            self.recorder.hint(layer, experts, num, w)
         if num:
             self._post_fills(layer)
         return num
@@ -347,12 +400,21 @@ class HostRunner:
             return
         self.device.settle_background(let_end=let_end)
         fills, self._fills = self._fills, []
-        for index, (slot, shard) in enumerate(fills):
-            if self._landed[index]:
-                land_fill(self.state, self.geometry, slot, shard)
-                self.totals[Total.BACKGROUND_FILLS] += 1
-            else:
-                drop_fill(self.state, self.geometry, slot, shard)
+        if self.recorder is not None:
+            self.recorder.settled(self._landed.astype(bool).tolist())
+        try:
+            for index, (slot, shard) in enumerate(fills):
+                self._end_fill(slot, shard, bool(self._landed[index]))
+        except BaseException:
+            self._lose_track()
+            raise
+
+    def _end_fill(self, slot: int, shard: int, landed: bool) -> None:
+        if landed:
+            land_fill(self.state, self.geometry, slot, shard)
+            self.totals[Total.BACKGROUND_FILLS] += 1
+        else:
+            drop_fill(self.state, self.geometry, slot, shard)
 
     # -------------------------------------------------------------------------------------------- looking
     def explain(self, layer: int) -> tuple[Plan, Outcome] | None:
@@ -365,5 +427,12 @@ class HostRunner:
 
     def close(self) -> None:
         """Stop the threads; one that hangs keeps the memory that it may still write to."""
+        try:
+            if self.recorder is not None:
+                self.recorder.close()
+        finally:
+            self._close_device()
+
+    def _close_device(self) -> None:
         if not self.device.close():
             self.device.hold(self)

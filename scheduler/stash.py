@@ -61,7 +61,7 @@ def _keep_at(held, address):
     _keep(held, address)
 
 
-def _reader(kind: Any) -> Any:
+def reader(kind: Any) -> Any:
     """An intrinsic ``read(address)`` that gives the tuple of this type which is kept there."""
 
     @intrinsic
@@ -100,7 +100,7 @@ def on_stashes(function: Callable[..., Any], *kinds: Any) -> Any:
 
 @functools.cache
 def _on_one(function: Any, kind: Any) -> Any:
-    read = _reader(kind)
+    read = reader(kind)
 
     @compiled(counted=False)
     def call(address):
@@ -111,7 +111,7 @@ def _on_one(function: Any, kind: Any) -> Any:
 
 @functools.cache
 def _on_two(function: Any, first: Any, second: Any) -> Any:
-    read_first, read_second = _reader(first), _reader(second)
+    read_first, read_second = reader(first), reader(second)
 
     @compiled(counted=False)
     def call(address, other):

@@ -1,0 +1,25 @@
+"""From a configuration to what the planner takes: options, slots, an empty state. Live runs and replay share it."""
+
+from __future__ import annotations
+
+from trilane.config import Config
+from trilane.expert import Geometry
+from trilane.plan import Options, make_options
+from trilane.state import State, make_state
+
+
+def policy_options(config: Config) -> Options:
+    """What plans may do."""
+    policy = config.policy
+    return make_options(policy.lanes, force=policy.force, admit=policy.admit, fills=policy.fills)
+
+
+def num_slots(config: Config, geometry: Geometry) -> int:
+    """Slots in all; each holds one shard of the largest size."""
+    return config.cache.num_slots(int(geometry.first_shard[-1]), int(geometry.shard_nbytes.max()))
+
+
+def empty_state(config: Config, geometry: Geometry, slots: int) -> State:
+    """The state of an empty cache of so many slots."""
+    cache = config.cache
+    return make_state(geometry, slots, pool=cache.pool, eviction=cache.eviction, half_life_steps=cache.half_life_steps)
