@@ -1,0 +1,253 @@
+"""A trace through the live decision code, in compiled code: one pass over the events, with modelled time.
+
+Times are the cost model's at the rates that are passed in; background fills land as far as the link's idle time
+between two layers goes. In a verifying run what landed is what the trace says, and plans are compared with its hashes.
+"""
+
+from __future__ import annotations
+
+import functools
+from enum import IntEnum
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from trilane.cost import STEP_US, stream_us
+from trilane.digest import fills_digest, plan_digest
+from trilane.expert import Geometry
+from trilane.jit import compiled
+from trilane.plan import NUM_EVICTIONS, NUM_FILLS, Options, Work
+from trilane.planner import plan_fills, plan_layer, plan_wave
+from trilane.residency import drop_fill, land_fill
+from trilane.routing import Grouping, group_rows
+from trilane.stash import reader
+from trilane.state import State
+from trilane.trace import HINT, SETTLED, STEP, WAVE
+
+NO_SLOT, DIFFERS = -1, -2  # what `run_events` returns beside an event
+
+
+class Sum(IntEnum):
+    """Places in the array of sums; a lane's own places start at ``LANES + 3 * lane``: experts, shards, bytes."""
+
+    STEPS = 0
+    FILLS = 1
+    BACKGROUND_FILLS = 2
+    EVICTIONS = 3
+    WAVES = 4
+    CHECKED = 5
+    LANES = 6
+    SIZE = LANES + 3 * 4
+
+
+class Now(IntEnum):
+    """Places in the array of what a run remembers from event to event."""
+
+    CLOCK = 0
+    LAYER = 1  # of the last step, with its experts and the shards that wait for a further wave
+    NUM_EXPERTS = 2
+    WAITING = 3
+    FILLS = 4  # under way, those of fill_work, and their layer
+    FILLS_LAYER = 5
+    SIZE = 6
+
+
+class Events(NamedTuple):
+    """The columns of a `trace.Trace` in the types of compiled code; ``start`` as `Trace.start`."""
+
+    kind: np.ndarray
+    layer: np.ndarray
+    rows: np.ndarray
+    top_k: np.ndarray
+    digest: np.ndarray
+    start: np.ndarray
+    ids: np.ndarray
+    no_expert: int
+
+
+class ReplayRun(NamedTuple):
+    """All arrays of one replay, in one argument."""
+
+    events: Events
+    grouping: Grouping
+    state: State
+    geometry: Geometry
+    options: Options
+    work: Work
+    fill_work: Work
+    sums: np.ndarray  # float64 (Sum.SIZE,)
+    step_us: np.ndarray  # float64 (steps,): modelled us of each step
+    now: np.ndarray  # int64 (Now.SIZE,)
+    idle_us: np.ndarray  # float64 (1,): link time that background fills may still use
+    gap_us: float
+    verify: bool
+
+
+@compiled(counted=False, merge=True)
+def _plan_event(run, rates, event):
+    """Group and plan a step."""
+    events, g, now, layer = run.events, run.grouping, run.now, int(run.events.layer[event])
+    num_experts = run.geometry.first_expert[layer + 1] - run.geometry.first_expert[layer]
+    first, count = events.start[event], events.start[event + 1] - events.start[event]
+    for k in range(count):
+        id_ = int(events.ids[first + k])
+        g.ids[k] = -1 if id_ == events.no_expert else id_
+    now[Now.LAYER] = layer
+    now[Now.CLOCK] += 1
+    now[Now.NUM_EXPERTS] = group_rows(g, events.rows[event], events.top_k[event], num_experts)
+    now[Now.WAITING] = plan_layer(
+        run.state, run.geometry, rates, run.options, layer, g.experts, g.rows, now[Now.NUM_EXPERTS], now[Now.CLOCK],
+        run.work,
+    )  # fmt: skip
+
+
+@compiled(counted=False)
+def _plan_more(run, rates):
+    """Plan the next wave; False where it finds no slot at all."""
+    now, g = run.now, run.grouping
+    before = now[Now.WAITING]
+    now[Now.WAITING] = plan_wave(
+        run.state, run.geometry, rates, run.options, now[Now.LAYER], g.experts, g.rows, now[Now.NUM_EXPERTS], run.work
+    )
+    run.sums[Sum.WAVES] += 1
+    return now[Now.WAITING] < before
+
+
+@compiled(counted=False, merge=True)
+def _is_same(run, event):
+    """Whether the plan in ``run`` has the hash that the trace says."""
+    g, now = run.grouping, run.now
+    layer, num = now[Now.LAYER], now[Now.NUM_EXPERTS]
+    run.sums[Sum.CHECKED] += 1
+    digest = plan_digest(layer, g.experts, g.rows, num, run.geometry.num_shards[layer], run.work)
+    return digest == run.events.digest[event]
+
+
+@compiled(counted=False, merge=True)
+def _account(run):
+    """A plan's shards, bytes and fills, and experts by lane, into the sums; its modelled us into the step's."""
+    sums, work, now = run.sums, run.work, run.now
+    shards = run.geometry.num_shards[now[Now.LAYER]]
+    for i in range(now[Now.NUM_EXPERTS]):
+        used = 0
+        for at in range(i * shards, (i + 1) * shards):
+            if work.lane[at] >= 0:
+                used |= 1 << work.lane[at]
+        for lane in range(4):
+            sums[Sum.LANES + 3 * lane] += (used >> lane) & 1
+    for lane in range(4):
+        sums[Sum.LANES + 3 * lane + 1] += work.counts[lane]
+        sums[Sum.LANES + 3 * lane + 2] += work.lane_nbytes[lane]
+    sums[Sum.FILLS] += work.counts[NUM_FILLS]
+    sums[Sum.EVICTIONS] += work.counts[NUM_EVICTIONS]
+    run.step_us[int(sums[Sum.STEPS]) - 1] += work.predicted_us[STEP_US]
+
+
+@compiled(counted=False)
+def _end_fill(run, k, landed):
+    slot, shard = int(run.fill_work.fill_slot[k]), int(run.fill_work.fill_shard[k])
+    if landed:
+        land_fill(run.state, run.geometry, slot, shard)
+        run.sums[Sum.BACKGROUND_FILLS] += 1
+    else:
+        drop_fill(run.state, run.geometry, slot, shard)
+
+
+@compiled(counted=False)
+def _settle_modelled(run, rates):
+    """End the fills under way: as many landed as the link's idle time allows, the rest is given up."""
+    layer = run.now[Now.FILLS_LAYER]
+    first, shards = run.geometry.first_shard[layer], run.geometry.num_shards[layer]
+    for k in range(run.now[Now.FILLS]):
+        shard = int(run.fill_work.fill_shard[k])
+        nbytes = float(run.geometry.shard_nbytes[layer, (shard - first) % shards])
+        run.idle_us[0] -= stream_us(rates, 1.0, nbytes)
+        _end_fill(run, k, run.idle_us[0] >= 0.0)
+    run.now[Now.FILLS] = 0
+
+
+@compiled(counted=False)
+def _settle_recorded(run, event):
+    """End the fills under way as the trace says; False if it tells of others."""
+    first = run.events.start[event]
+    if run.events.start[event + 1] - first != run.now[Now.FILLS]:
+        return False
+    for k in range(run.now[Now.FILLS]):
+        _end_fill(run, k, run.events.ids[first + k] != 0)
+    run.now[Now.FILLS] = 0
+    return True
+
+
+@compiled(counted=False)
+def _run_hint(run, event):
+    """Reserve fills for hinted experts; whether they are those of the trace."""
+    events, now, layer = run.events, run.now, int(run.events.layer[event])
+    first, count = events.start[event], events.start[event + 1] - events.start[event]
+    for k in range(count):
+        run.grouping.experts[k] = events.ids[first + k]
+    now[Now.FILLS_LAYER] = layer
+    now[Now.FILLS] = plan_fills(
+        run.state, run.geometry, run.options, layer, run.grouping.experts, count, now[Now.CLOCK], run.fill_work
+    )
+    if not run.verify:
+        return True
+    run.sums[Sum.CHECKED] += 1
+    return fills_digest(layer, now[Now.FILLS], run.fill_work) == events.digest[event]
+
+
+@compiled(counted=False, merge=True)
+def _run_step(run, rates, event):
+    """A step from its routing to its modelled time; 0, NO_SLOT or DIFFERS."""
+    run.sums[Sum.STEPS] += 1
+    _plan_event(run, rates, event)
+    if run.verify and not _is_same(run, event):
+        return DIFFERS
+    _account(run)
+    while run.now[Now.WAITING] > 0 and not run.verify:
+        if not _plan_more(run, rates):
+            return NO_SLOT
+        _account(run)
+    run.idle_us[0] = run.gap_us
+    return 0
+
+
+@compiled(counted=False)
+def _run_wave(run, rates, event):
+    """A recorded further wave of the last step; 0 or DIFFERS."""
+    if run.now[Now.WAITING] <= 0 or run.events.layer[event] != run.now[Now.LAYER]:
+        return DIFFERS
+    _plan_more(run, rates)
+    if not _is_same(run, event):
+        return DIFFERS
+    _account(run)
+    return 0
+
+
+@functools.cache
+def make_loop(run_kind: Any, rates_kind: Any) -> Any:
+    """``loop(run address, addresses of each layer's rates, first event, last event)``, compiled for these types.
+
+    It returns (event, status): behind the last event and 0; or the event that found NO_SLOT or DIFFERS.
+    """
+    read_run, read_rates = reader(run_kind), reader(rates_kind)
+
+    @compiled(counted=False)
+    def loop(address, rates_of, first, stop):
+        run = read_run(address)
+        for event in range(first, stop):
+            kind, status = run.events.kind[event], 0
+            if run.now[Now.FILLS] > 0 and not run.verify and (kind == STEP or kind == HINT):
+                _settle_modelled(run, read_rates(rates_of[run.now[Now.FILLS_LAYER]]))
+            if kind == STEP:
+                status = _run_step(run, read_rates(rates_of[run.events.layer[event]]), event)
+            elif kind == HINT:
+                status = 0 if _run_hint(run, event) else DIFFERS
+            elif kind == SETTLED and run.verify:
+                status = 0 if _settle_recorded(run, event) else DIFFERS
+            elif kind == WAVE and run.verify:
+                status = _run_wave(run, read_rates(rates_of[run.events.layer[event]]), event)
+            if status != 0:
+                return event, status
+        return stop, 0
+
+    return loop
