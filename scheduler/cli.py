@@ -15,6 +15,8 @@ from trilane import __version__
 from trilane.cli_bench import bench_app
 from trilane.cli_config import show_config
 from trilane.cli_probe import probe
+from trilane.cli_record import record
+from trilane.cli_replay import replay
 from trilane.errors import TrilaneError
 
 app = typer.Typer(
@@ -27,6 +29,8 @@ app = typer.Typer(
 app.command("probe")(probe)
 app.add_typer(bench_app, name="bench")
 app.command("config")(show_config)
+app.command("replay")(replay)
+app.command("record")(record)
 
 
 def _print_version(wanted: bool) -> None:

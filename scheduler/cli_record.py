@@ -1,0 +1,148 @@
+"""``trilane record``: record a program's routing to a trace file, import a trace, or show what a file holds."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from trilane.console import open_console
+
+if TYPE_CHECKING:
+    from trilane.trace_summary import TraceSummary
+
+VARIABLE = "TRILANE_RECORD_PATH"
+_SCHEMA = 1
+
+
+def record(
+    file: Annotated[Path, typer.Argument(help="Trace file; a recording of the same model is appended to.")],
+    command: Annotated[list[str] | None, typer.Argument(help="Program to run, after --.")] = None,
+    import_file: Annotated[
+        Path | None, typer.Option("--import", help="Take the trace from this file (.npz, or another trace).")
+    ] = None,
+    show: Annotated[bool, typer.Option("--show", help="Only show what FILE holds.")] = False,
+    model: Annotated[str | None, typer.Option(help="Name of the model of an imported trace.")] = None,
+    expert_bytes: Annotated[
+        str | None, typer.Option(help="Bytes of an expert of an imported trace, such as 13.2MB.")
+    ] = None,
+    shards: Annotated[int | None, typer.Option(min=1, help="Shards of an expert of an imported trace.")] = None,
+    source: Annotated[str | None, typer.Option(help="Where an imported trace is from.")] = None,
+    licence: Annotated[str | None, typer.Option(help="Terms of an imported trace.")] = None,
+    weights: Annotated[
+        bool, typer.Option("--weights/--no-weights", help="Keep the router weights of an imported trace.")
+    ] = True,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")] = False,
+) -> None:
+    """Record which experts a program routes to: trilane record FILE -- PROGRAM ARGUMENTS.
+
+    Any program that makes an ExpertScheduler is recorded. Its exit code is passed on.
+    """
+    ways = sum((bool(command), import_file is not None, show))
+    if ways != 1:
+        raise typer.BadParameter("give one of: -- PROGRAM, --import FILE, --show", param_hint="COMMAND")
+    described = {"model": model, "expert_bytes": expert_bytes, "shards": shards, "source": source, "licence": licence}
+    if import_file is None and any(value is not None for value in described.values()):
+        raise typer.BadParameter("model, sizes, source and licence describe an imported trace", param_hint="--import")
+    code = 0
+    if command:
+        code = _run(file, command)
+    elif import_file is not None:
+        _import(file, import_file, model, expert_bytes, shards, source, licence, weights)
+    _print_summary(file, as_json)
+    raise typer.Exit(code)
+
+
+def _run(file: Path, command: list[str]) -> int:
+    """Run the program with recording switched on; its exit code."""
+    from trilane.errors import TraceError
+
+    before = file.stat().st_size if file.exists() else -1
+    try:
+        code = subprocess.run(command, env=os.environ | {VARIABLE: str(file.resolve())}, check=False).returncode
+    except OSError as error:
+        raise TraceError(f"{command[0]}: it cannot be run ({error.strerror}); give a program after --") from None
+    if not file.exists() or file.stat().st_size == before:
+        typer.echo("trilane: nothing was recorded: the program ran no layer-step of an ExpertScheduler", err=True)
+        raise typer.Exit(code or 1)
+    return code if code >= 0 else 128 - code  # as a shell reports a signal
+
+
+def _import(
+    file: Path,
+    import_file: Path,
+    model: str | None,
+    expert_bytes: str | None,
+    shards: int | None,
+    source: str | None,
+    licence: str | None,
+    weights: bool,
+) -> None:
+    from dataclasses import replace
+
+    from trilane.config import parse_nbytes
+    from trilane.replay import shards_of
+    from trilane.trace_file import append_trace, read_trace
+
+    trace = read_trace(import_file)
+    said = trace.meta
+    meta = replace(
+        said,
+        model=said.model if model is None else model,
+        source=said.source if source is None else source,
+        licence=said.licence if licence is None else licence,
+    )
+    if expert_bytes is not None or shards is not None:
+        try:
+            nbytes = None if expert_bytes is None else parse_nbytes(expert_bytes)
+        except ValueError as error:
+            raise typer.BadParameter(str(error), param_hint="--expert-bytes") from None
+        meta = replace(meta, shard_nbytes=tuple(shards_of(meta, nbytes, shards)))
+    append_trace(file, replace(trace, meta=meta, weights=trace.weights if weights else None))
+
+
+def _print_summary(file: Path, as_json: bool) -> None:
+    from trilane.trace_file import read_trace
+    from trilane.trace_summary import summarise
+
+    summary = summarise(read_trace(file))
+    nbytes = file.stat().st_size
+    if as_json:
+        typer.echo(json.dumps({"schema": _SCHEMA, "file": str(file), "nbytes": nbytes, **summary.to_dict()}, indent=1))
+        return
+    from rich import box
+    from rich.table import Table
+    from rich.text import Text
+
+    console = open_console()
+    table = Table(box=box.SIMPLE if console.is_terminal else None, show_header=False)
+    for name, text in _lines(summary, nbytes):
+        table.add_row(name, Text(text))
+    console.print(table)
+
+
+def _lines(summary: TraceSummary, nbytes: int) -> list[tuple[str, str]]:
+    """What people see."""
+
+    def span(pair: tuple[int, int]) -> str:
+        return str(pair[0]) if pair[0] == pair[1] else f"{pair[0]} to {pair[1]}"
+
+    repeat = "-" if summary.repeat_rate is None else f"{summary.repeat_rate:.1%}"
+    rates = ", ".join(f"{slots}: {rate:.1%}" for slots, rate in summary.lru_hit_rates.items())
+    return [
+        ("model", summary.model or "not named"),
+        ("source", summary.source or ("recorded live" if summary.baselines else "not named")),
+        ("licence", summary.licence or "not named"),
+        ("file", f"{nbytes:,} bytes, {nbytes / max(1, summary.rows):.2f} a row of a layer"),
+        ("passes over the layers", f"{summary.passes:,}"),
+        ("layer-steps", f"{summary.steps:,} of {summary.layers} layers, {summary.rows:,} rows"),
+        ("experts", f"{span(summary.num_experts)} a layer, {span(summary.top_k)} a row"),
+        ("requests, hints", f"{summary.requests:,}, {summary.hints:,}"),
+        ("live stretches", f"{summary.baselines} (their plans can be verified)" if summary.baselines else "none"),
+        ("same expert as a token before", repeat),
+        ("hit rate of LRU by slots a layer", rates or "-"),
+    ]

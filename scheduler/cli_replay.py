@@ -1,0 +1,214 @@
+"""``trilane replay``: what policies would have done with a trace on some machine, or whether a recording verifies."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from trilane.console import open_console
+
+if TYPE_CHECKING:
+    from trilane.config import Config
+    from trilane.machines import ReplayMachine
+    from trilane.replay import Replay, ReplayResult
+    from trilane.trace import Trace
+
+_SCHEMA = 1
+_MB = 1e6
+
+
+def replay(
+    file: Annotated[
+        Path | None, typer.Argument(metavar="TRACE", help="Trace file or .npz. Default: the bundled conversation.")
+    ] = None,
+    slots: Annotated[int | None, typer.Option(min=0, help="Slots for so many experts a layer.")] = None,
+    slots_total: Annotated[int | None, typer.Option(min=0, help="Slots for so many experts in all.")] = None,
+    vram: Annotated[str | None, typer.Option(help="Slots that fit into so many bytes, such as 8GiB.")] = None,
+    machine: Annotated[
+        str | None, typer.Option(help="Name of a bundled machine, or the JSON file of a profile.")
+    ] = None,
+    policies: Annotated[
+        list[Path] | None, typer.Option("--policy", help="Configuration file; repeat it to compare. Default: none.")
+    ] = None,
+    expert_bytes: Annotated[str | None, typer.Option(help="Bytes of an expert. Default: what the trace says.")] = None,
+    shards: Annotated[
+        int | None, typer.Option(min=1, help="Shards of an expert, each placed by itself. Default: as the trace says.")
+    ] = None,
+    format_name: Annotated[
+        str | None, typer.Option("--format", help="Weight format whose rates of a profile are used.")
+    ] = None,
+    gap_us: Annotated[
+        float | None, typer.Option(min=0, help="us between two MoE layers. Default: the machine's.")
+    ] = None,
+    tokens: Annotated[int | None, typer.Option(min=1, help="Only the first so many passes over the layers.")] = None,
+    batch: Annotated[int | None, typer.Option(min=1, help="Tokens as so many streams side by side.")] = None,
+    single_lanes: Annotated[
+        bool, typer.Option("--single-lanes/--no-single-lanes", help="Also replay with each lane alone.")
+    ] = True,
+    verify_plans: Annotated[
+        bool, typer.Option("--verify", help="Only check that a recorded run's plans come out the same.")
+    ] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")] = False,
+) -> None:
+    """Replay a routing trace through the live decision code, with the times of a machine of your choice.
+
+    Exit code 1 if --verify finds a plan that differs.
+    """
+    from trilane.replay import Replay
+
+    if sum(value is not None for value in (slots, slots_total, vram)) > 1:
+        raise typer.BadParameter("give one of --slots, --slots-total and --vram", param_hint="--slots")
+    size = {"per_layer": slots, "total": slots_total, "nbytes": _size("--vram", vram)}
+    nbytes, configs = _size("--expert-bytes", expert_bytes), _configs(policies or [])
+    trace = _load(file, tokens, batch)
+    if verify_plans:
+        _verify(trace, as_json)
+        return
+    where = _machine(machine, format_name, gap_us)
+    ready = Replay(trace, where, expert_nbytes=nbytes, num_shards=shards)
+    with _progress(trace.num_events * len(configs) * (4 if single_lanes else 1)) as advance:
+        results = [
+            ready.run(name, config, ready.slots_for(config, **size), single_lanes=single_lanes, progress=advance)
+            for name, config in configs
+        ]
+    if as_json:
+        typer.echo(json.dumps(_as_dict(trace, ready, where, results), indent=1))
+    else:
+        _print_results(trace, ready, where, results)
+
+
+def _load(file: Path | None, tokens: int | None, batch: int | None) -> Trace:
+    from trilane.trace import as_batches
+    from trilane.trace_file import read_trace
+    from trilane.trace_import import bundled_trace
+
+    trace = bundled_trace() if file is None else read_trace(file)
+    if tokens is not None:
+        trace = trace.first_passes(tokens)
+    return trace if batch is None else as_batches(trace, batch)
+
+
+def _size(option: str, text: str | None) -> int | None:
+    from trilane.config import parse_nbytes
+
+    try:
+        return None if text is None else parse_nbytes(int(text) if text.isdigit() else text)
+    except ValueError as error:
+        raise typer.BadParameter(f"{text!r} {error}", param_hint=option) from None
+
+
+def _machine(name: str | None, format_name: str | None, gap_us: float | None) -> ReplayMachine:
+    from trilane.machines import DEFAULT_MACHINE, load_machine
+
+    return load_machine(name or DEFAULT_MACHINE, format_name=format_name, gap_us=gap_us)
+
+
+def _configs(policies: list[Path]) -> list[tuple[str, Config]]:
+    """The configurations to compare by the names of their files: files alone, whatever the environment says."""
+    from trilane.config import Config
+    from trilane.effective_config import load_config
+
+    if not policies:
+        return [("default", Config())]
+    names = [path.stem for path in policies]
+    unique = names if len(set(names)) == len(names) else [str(path) for path in policies]
+    loaded = [load_config(path, environment={}).config for path in policies]
+    return list(zip(unique, loaded, strict=True))
+
+
+@contextmanager
+def _progress(total: int) -> Iterator[Callable[[int], None] | None]:
+    """A bar on a terminal's stderr."""
+    console = open_console(stderr=True)
+    if not console.is_terminal:
+        yield None
+        return
+    from rich.progress import Progress
+
+    with Progress(console=console, transient=True) as progress:
+        task = progress.add_task("compiling, then replaying", total=total)
+        yield lambda done: progress.advance(task, done)
+
+
+def _verify(trace: Trace, as_json: bool) -> None:
+    from trilane.verify import verify
+
+    found = verify(trace)
+    if as_json:
+        values = {"baselines": found.baselines, "plans": found.plans, "differences": found.differences}
+        typer.echo(json.dumps({"schema": _SCHEMA, **values}, indent=1))
+    elif found.differences:
+        typer.echo(f"{found.plans:,} plans compared; the first difference: " + "; ".join(found.differences))
+    else:
+        typer.echo(f"{found.plans:,} plans compared in {found.baselines} stretches: all are identical")
+    if found.differences:
+        raise typer.Exit(1)
+
+
+def _as_dict(trace: Trace, ready: Replay, machine: ReplayMachine, results: list[ReplayResult]) -> dict[str, Any]:
+    meta, sizes = trace.meta, ready.geometry.shard_nbytes
+    return {
+        "schema": _SCHEMA,
+        "trace": {
+            "model": meta.model,
+            "layers": meta.num_layers,
+            "num_experts": list(meta.num_experts),
+            "expert_nbytes": sizes.sum(axis=1).tolist(),
+            "num_shards": ready.geometry.num_shards.tolist(),
+        },
+        "machine": {"name": machine.name, "gap_us": machine.gap_us, "source": machine.source},
+        "policies": [result.to_dict() for result in results],
+    }
+
+
+def _print_results(trace: Trace, ready: Replay, machine: ReplayMachine, results: list[ReplayResult]) -> None:
+    from rich import box
+    from rich.table import Table
+
+    geometry, console = ready.geometry, open_console()
+    nbytes, shards = int(geometry.shard_nbytes[0].sum()), int(geometry.num_shards[0])
+    model, passes = trace.meta.model or "not named", results[0].passes
+    console.print(f"trace:   {model}, {geometry.num_layers} layers, {passes:,} passes")
+    console.print(f"experts: {nbytes / _MB:.2f} MB in {shards} shards (layer 0)")
+    console.print(f"machine: {machine.name}, {machine.gap_us:g} us between layers; {machine.source}")
+    console.print("times are modelled: the machine's rates, no measurement", style="dim")
+    table = Table(box=box.SIMPLE if console.is_terminal else None)
+    table.add_column("")
+    for result in results:
+        table.add_column(result.name, justify="right")
+    columns = [_column(result, shards) for result in results]
+    for name in columns[0]:
+        table.add_row(name, *(column[name] for column in columns))
+    console.print(table)
+
+
+def _column(result: ReplayResult, shards: int) -> dict[str, str]:
+    """One policy's figures by name."""
+    routed = sum(lane.nbytes for lane in result.lanes.values()) or 1
+    column = {
+        "slots, experts": f"{result.num_slots / shards:,.0f}",
+        "hit rate": "-" if result.hit_rate is None else f"{result.hit_rate:.2%}",
+        "us a pass, mean": f"{result.mean_us:,.0f}",
+        "  p50": f"{result.quantile_us(0.5):,.0f}",
+        "  p99": f"{result.quantile_us(0.99):,.0f}",
+        "  in MoE layers": f"{result.moe_us:,.0f}",
+        "passes a second": f"{1e6 / result.mean_us:,.1f}" if result.mean_us else "-",
+    }
+    best = result.best_single_lane
+    for lane, us in result.single_lane_us.items():
+        column[f"{lane} alone, us"] = f"{us:,.0f}"
+    if best is not None:
+        ratio = result.mean_us / result.single_lane_us[best]
+        column["against best single lane"] = f"{ratio:.3f} x {best}"
+    for name, share in result.lanes.items():
+        column[f"{name}: experts, bytes"] = f"{share.experts:,}, {share.nbytes / routed:.1%}"
+    return column | {
+        "fills, shards": f"{result.fills:,}",
+        "background fills": f"{result.background_fills:,}",
+        "evictions, shards": f"{result.evictions:,}",
+    }

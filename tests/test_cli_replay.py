@@ -1,0 +1,97 @@
+"""`trilane replay` and `trilane record` as users run them."""
+
+from __future__ import annotations
+
+import json
+import sys
+
+import numpy as np
+import pytest
+from numba import config
+from test_cli import run
+from test_record import program
+
+from trilane.trace_file import read_trace
+
+needs_compiled = pytest.mark.skipif(bool(config.DISABLE_JIT), reason="needs compiled code")
+
+
+@pytest.fixture
+def npz(tmp_path):
+    rng = np.random.default_rng(1)
+    ids = np.array([[rng.choice(8, 2, False) for _ in range(3)] for _ in range(40)], np.uint8)
+    np.savez(tmp_path / "ids.npz", ids=ids, n_experts=np.int64(8), w255=np.full(ids.shape, 9, np.uint8))
+    return tmp_path / "ids.npz"
+
+
+@needs_compiled
+def test_replay_compares_policies(npz, tmp_path):
+    for name, text in (("lru", "cache: {eviction: lru}"), ("cpu", "policy: {force: cpu}")):
+        (tmp_path / f"{name}.yaml").write_text(text)
+    policies = [part for name in ("lru", "cpu") for part in ("--policy", str(tmp_path / f"{name}.yaml"))]
+    common = ["replay", str(npz), "--expert-bytes", "3MB", "--shards", "3", "--slots", "2", *policies]
+    shown = run(*common).stdout
+    for text in ("lru", "cpu", "hit rate", "p99", "against best single lane", "rtx3090-ddr4", "modelled"):
+        assert text in shown
+    found = json.loads(run(*common, "--json", "--machine", "h200-host", "--gap-us", "5", "--tokens", "30").stdout)
+    assert found["machine"]["name"] == "h200-host" and found["machine"]["gap_us"] == 5
+    assert found["trace"]["expert_nbytes"] == [3_000_000] * 3
+    lru, cpu = found["policies"]
+    assert (lru["name"], cpu["name"], lru["passes"]) == ("lru", "cpu", 30)
+    assert cpu["hit_rate"] == 0 and cpu["fills"] == 0 < lru["fills"]
+    assert lru["p50_us"] <= lru["p99_us"] and set(lru["single_lane_us"]) == {"stream", "zero_copy", "cpu"}
+    assert lru["num_slots"] == 2 * 3 * 3
+
+
+@needs_compiled
+def test_a_program_is_recorded_and_its_plans_verify(tmp_path):
+    path = tmp_path / "run.trace"
+    shown = run("record", str(path), "--", sys.executable, "-c", program(1)).stdout
+    assert "ready" in shown and "live stretches" in shown and "(their plans can be verified)" in shown
+    assert "all are identical" in run("replay", str(path), "--verify").stdout
+    found = json.loads(run("replay", str(path), "--verify", "--json").stdout)
+    assert found["baselines"] == 1 and found["plans"] > 30 and found["differences"] == []
+    assert "layer-steps" in run("record", str(path), "--show").stdout
+    assert run("replay", str(path), "--slots", "2").stdout
+
+
+def test_import_keeps_what_is_said(npz, tmp_path):
+    path = tmp_path / "a.trace"
+    said = ["--model", "small", "--expert-bytes", "1000", "--shards", "2", "--source", "dice", "--licence", "CC0-1.0"]
+    shown = run("record", str(path), "--import", str(npz), *said).stdout
+    for text in ("small", "dice", "CC0-1.0", "120 of 3 layers", "hit rate of LRU"):
+        assert text in shown
+    trace = read_trace(path)
+    assert trace.meta.shard_nbytes == ((500, 500),) * 3 and trace.weights is not None
+    run("record", str(path), "--import", str(npz), *said, "--no-weights")
+    found = json.loads(run("record", str(path), "--show", "--json").stdout)
+    assert found["passes"] == 80 and found["schema"] == 1
+    error = run("record", str(path), "--import", str(npz), expect=1).stderr
+    assert "another model" in error and "record to another file" in error
+
+
+@pytest.mark.parametrize(
+    ("args", "code", "text"),
+    [
+        (["replay", "/nowhere.trace"], 1, "No such file"),
+        (["replay", "--slots", "1", "--vram", "1GiB"], 2, "give one of --slots"),
+        (["replay", "--vram", "4G"], 2, "'4G' must be a number of bytes"),
+        (["replay", "--machine", "mine"], 1, "machine 'mine': unknown"),
+        (["replay", "--policy", "/nowhere.yaml"], 1, "does not exist"),
+        (["replay", "--shards", "9999"], 1, "cannot be 9999 shards"),
+        (["replay", "--verify"], 1, "holds no live run"),
+        (["replay", "--batch", "500"], 1, "use a smaller batch"),
+        (["replay", "--slots", "-1"], 2, "greater than or equal to 0"),
+        (["record", "/tmp"], 2, "give one of"),
+        (["record", "x.trace", "--show", "--", "true"], 2, "give one of"),
+        (["record", "x.trace", "--show", "--model", "m"], 2, "describe an imported trace"),
+        (["record", "/nowhere/x.trace", "--show"], 1, "No such file"),
+        (["record", "x.trace", "--", "/no/such/program"], 1, "it cannot be run"),
+        (["record", "x.trace", "--", "false"], 1, "nothing was recorded"),
+    ],
+)
+def test_mistakes_are_answered_in_a_line(args, code, text, monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    result = run(*args, expect=code)
+    assert text in " ".join(result.stderr.replace("│", " ").split())
+    assert not list(tmp_path.iterdir())
