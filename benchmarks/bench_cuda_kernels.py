@@ -79,12 +79,14 @@ class Bench:
         self.buffers: dict[str, Any] = {n: cupy.zeros(max(64, b), cupy.uint8) for n, b in sizes.device.items()}
         self.buffers |= {name: cupy.cuda.PinnedMemory(max(64, b), 2) for name, b in sizes.mapped.items()}
         self.buffers["plans"] = cupy.cuda.PinnedMemory(32 * words.list_nbytes(self.items), 2)
+        self.buffers["updates"] = cupy.cuda.PinnedMemory(64, 2)
+        self.host_view(self.buffers["updates"].ptr, 64)[:] = 0
         self.x = cupy.asarray(rng.standard_normal(HIDDEN).astype(np.float32))
         self.weights = cupy.asarray(rng.dirichlet(np.ones(TOP_K)).astype(np.float32))
         self.out = cupy.zeros(HIDDEN, cupy.float32)
         ids = [rng.choice(EXPERTS, TOP_K, replace=False) for _ in range(TOKENS * LAYERS)]
         self.ids = cupy.asarray(np.stack(ids).astype(np.int32))
-        counters = 2 * words.progress_nbytes(self.items, HIDDEN)
+        counters = 2 * words.progress_nbytes(self.items)
         self.counters = cupy.zeros(counters, cupy.uint8)
         for name in sizes.mapped:
             self.host_view(self.buffers[name].ptr, max(64, sizes.mapped[name]))[:] = 0
@@ -112,13 +114,14 @@ class Bench:
         return step
 
     def progress(self, plan: int) -> Any:
-        return words.progress_words(
-            self.counters.data.ptr + plan * words.progress_nbytes(self.items, HIDDEN), self.items
-        )
+        return words.progress_words(self.counters.data.ptr + plan * words.progress_nbytes(self.items), self.items)
 
     # ------------------------------------------------------------------------------------------ timing
-    def graph_us(self, make: Any, count: int, repeats: int = 9) -> float:
-        """Median us per item of a graph that holds the launches of ``make(i)`` for ``count`` items."""
+    def graph_us(self, make: Any, count: int, repeats: int = 9, reset: bool = False) -> float:
+        """Median us per item of a graph that holds the launches of ``make(i)`` for ``count`` items.
+
+        ``reset`` clears the flags before each launch, for steps that all have the same number (it counts in the time).
+        """
         cupy = self.cupy
         work = [launch for i in range(count) for launch in make(i)]
         for launch in work:
@@ -126,6 +129,8 @@ class Bench:
         with self.stream:
             self.stream.begin_capture()
             for launch in work:
+                if reset:
+                    self.counters.data.memset_async(0, self.counters.nbytes, self.stream)
                 self.kernels.launch(launch, self.stream)
             graph = self.stream.end_capture()
         begin, end, times = cupy.cuda.Event(), cupy.cuda.Event(), []
@@ -138,17 +143,20 @@ class Bench:
         return round(float(np.median(times[2:])), 2)
 
     def launches(self, number: int, names: str) -> list[Any]:
-        """Launches of one layer-step by name: p(ublish), h(its), a(pply), z (plan), c(ombine)."""
+        """Launches of one layer-step by name: p(ublish), h(its), z (plan), c(ombine)."""
         layer, step = self.layer(number % LAYERS), self.step(number)
         args = (self.layout, layer, step)
         makers = {
             "p": lambda: launches.publish_launch(layer, step),
-            "h": lambda: launches.hit_launch(*args, self.progress(0), self.address("hits"), self.items),
-            "a": lambda: launches.apply_launch(step, self.address("pending")),
-            "z": lambda: launches.plan_launch(*args, self.progress(1), self.address("plans"), self.items),
+            "h": lambda: launches.hit_launch(*args, self.progress(0), self.items),
+            "z": lambda: self.plan(layer, step, self.address("plans")),
             "c": lambda: launches.combine_launch(layer, step),
         }
         return [makers[name]() for name in names]
+
+    def plan(self, layer: Any, step: Any, plan: int) -> Any:
+        updates = self.address("updates")
+        return launches.plan_launch(self.layout, layer, step, self.progress(1), self.items, plan, updates)
 
     def read_in_place(self, experts: int, fill: bool) -> float:
         """Us of a plan of so many whole experts in pinned memory."""
@@ -161,10 +169,9 @@ class Bench:
         layer, step = self.layer(0), self.step(0)
 
         def make(number: int) -> list[Any]:
-            plan = self.address("plans") + number * nbytes
-            return [launches.plan_launch(self.layout, layer, step, self.progress(1), plan, self.items)]
+            return [self.plan(layer, step, self.address("plans") + number * nbytes)]
 
-        return self.graph_us(make, 20)
+        return self.graph_us(make, 20, reset=True)
 
     def write_plan(self, offset: int, experts: np.ndarray, fill: bool) -> None:
         items = np.zeros(len(experts) * self.shards, TYPES["Item"])
@@ -173,16 +180,17 @@ class Bench:
         ):
             start = self.pinned.ptr + int(expert) * self.nbytes + int(self.layout.shard_offset[shard])
             slot = self.slots.data.ptr + (rank * self.shards + shard) * self.slot_nbytes if fill else 0
-            items[i] = (start, slot, 0, 0, shard, rank, 1, 1, 0)
+            items[i] = (start, slot, 0, 0, shard, rank, 1, 0)
         memory = self.host_view(self.address("plans") + offset, words.list_nbytes(self.items))
         memory[64 : 64 + items.nbytes] = items.view(np.uint8)
         memory[:8].view(np.int32)[:] = 1, len(items)
+        self.host_view(self.address("updates"), 8).view(np.int32)[:] = 1, 0
 
 
 def measure(bench: Bench) -> dict[str, Any]:
     """All figures of one machine."""
     count = TOKENS * LAYERS
-    chains = {"publish": "p", "publish, hits": "ph", "general path, nothing missing": "phazc"}
+    chains = {"publish": "p", "publish, hits": "ph", "general path, nothing missing": "phzc"}
     found: dict[str, Any] = {
         name: bench.graph_us(lambda i, chain=chain: bench.launches(i, chain), count) for name, chain in chains.items()
     }

@@ -51,6 +51,7 @@ def buffer_sizes(
         "token_of": 4 * positions,
         "position_of": 4 * positions,
         "hits": list_nbytes(max_items(num_experts, num_shards, max_rows, top_k)),
+        "plan": list_nbytes(max_items(num_experts, num_shards, max_rows, top_k)),
         "lane": 4 * scratch,
         "h": F32_BLOCK_NBYTES * scratch,
         "parts": 4 * scratch * hidden,

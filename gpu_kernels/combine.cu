@@ -11,7 +11,8 @@ DEV void wait_for_processor(const Step& step) {
 
 extern "C" __global__ void __launch_bounds__(256) combine(const __grid_constant__ Layer layer, const __grid_constant__ Step step) {
   if (combines_at_once(step)) return;
-  combine_columns<false>(layer, step, blockIdx.y, blockIdx.x, [&] {
+  __shared__ CombineShared shared;
+  combine_columns<false>(layer, step, blockIdx.y, blockIdx.x * DOWN_CHUNK, layer.hidden, shared, [&] {
     if (threadIdx.x == 0) wait_for_processor(step);
   });
 }

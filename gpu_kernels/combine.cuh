@@ -37,6 +37,11 @@ struct Ranks {
   int expert[COMBINE_RANKS];
 };
 
+struct CombineShared {
+  float outs[COMBINE_RANKS][DOWN_CHUNK];
+  Ranks ranks;
+};
+
 DEV void load_ranks(const Step& step, int token, int first, Ranks& ranks) {
   int rank = threadIdx.x, entry = token * step.top_k + first + rank;
   if (rank >= COMBINE_RANKS) return;
@@ -56,35 +61,35 @@ DEV float add_ranks(const Ranks& ranks, const float (*outs)[DOWN_CHUNK], int at,
 }
 
 template <bool ALL_HERE>
-DEV void sum_experts(const Layer& layer, const Step& step, const Ranks& ranks, float (*outs)[DOWN_CHUNK], int column) {
+DEV void sum_experts(const Layer& layer, const Step& step, const Ranks& ranks, float (*outs)[DOWN_CHUNK], int column, int end) {
   int at = threadIdx.x % DOWN_CHUNK, parts = blockDim.x / DOWN_CHUNK;
 #pragma unroll 4
   for (int rank = threadIdx.x / DOWN_CHUNK; rank < COMBINE_RANKS; rank += parts) {
     int position = ranks.position[rank];
-    if (position < 0 || column >= layer.hidden) continue;
+    if (position < 0 || column >= end) continue;
     float out = sum_shards<ALL_HERE>(layer, step, position, column);
     outs[rank][at] = layer.down_bias ? out + layer.down_bias[(i64)ranks.expert[rank] * layer.hidden + column] : out;
   }
 }
 
-// All 256 threads. `wait` returns once the parts are there; what does not depend on them is read before.
+// DOWN_CHUNK columns from `start` on, but none from `end` on, by all 256 threads. `wait` returns once the parts are
+// there; what does not depend on them is read before.
 template <bool ALL_HERE, class Wait>
-DEV void combine_columns(const Layer& layer, const Step& step, int token, int chunk, const Wait& wait) {
-  __shared__ float outs[COMBINE_RANKS][DOWN_CHUNK];
-  __shared__ Ranks ranks;
-  int at = threadIdx.x % DOWN_CHUNK, column = chunk * DOWN_CHUNK + at;
+DEV void combine_columns(const Layer& layer, const Step& step, int token, int start, int end, CombineShared& shared,
+                         const Wait& wait) {
+  int at = threadIdx.x % DOWN_CHUNK, column = start + at;
   bool bad = step.row_bad[token] != 0, failed = false;
   float y = 0;
   for (int first = 0; first < step.top_k; first += COMBINE_RANKS) {
-    load_ranks(step, token, first, ranks);
+    load_ranks(step, token, first, shared.ranks);
     if (first == 0) wait();
     __syncthreads();
     if (first == 0) failed = !ALL_HERE && *(const volatile u32*)&step.state->failed == step.state->clock;
-    sum_experts<ALL_HERE>(layer, step, ranks, outs, column);
+    sum_experts<ALL_HERE>(layer, step, shared.ranks, shared.outs, column, end);
     __syncthreads();
-    y = add_ranks(ranks, outs, at, bad || failed, y);
+    y = add_ranks(shared.ranks, shared.outs, at, bad || failed, y);
     __syncthreads();
   }
-  if (threadIdx.x < DOWN_CHUNK && column < layer.hidden)
+  if (threadIdx.x < DOWN_CHUNK && column < end)
     store_element((u8*)step.out + token * step.out_stride, step.out_element, column, y);
 }

@@ -1,12 +1,14 @@
 // experts_hit, experts_plan: the shards of a work list, from the records of their rows to their parts of the output.
 //
-// Grid: max_items * UP_CHUNKS blocks that each multiply the gate and up rows of UP_CHUNK neurons, max_items * down
-// chunks blocks that each make DOWN_CHUNK columns of one shard's part and, for hits, a block for each row and DOWN_CHUNK
-// columns of the output; 256 threads. Weights go through shared memory: coalesced asynchronous copies, everything in
-// flight at once, each byte read once for all rows, and stored into a slot from there if it is to be filled. A block
-// starts its copies first and then waits for what blocks of a lower index make (flags in Progress hold the step's
-// clock, so they need no reset). Blocks start in the order of their index, so what a block waits for runs or has
-// run. About 2 flops a weight and row.
+// Grid: CHUNKS blocks an item, 256 threads, and one more for a plan, which updates the slot table. A block multiplies
+// the gate and up rows of UP_CHUNK neurons, then makes its share of the columns of the shard's part, once the item's
+// blocks have made h; without misses the last item's blocks combine. Weights go through shared memory by coalesced
+// asynchronous copies: where both shares fit, all are sent before anything else is done (`whole`), else tile by
+// tile. Each byte is read once for all rows, and stored into a slot from there if it is to be filled.
+//
+// Flags in Progress hold the step's clock when a block has done its part, so they need no reset. Blocks start in
+// the order of their index, so what a block waits for has started if CHUNKS blocks fit on the GPU at a time.
+// About 2 flops a weight and row.
 //
 // GATE_FORMAT, UP_FORMAT and DOWN_FORMAT are defined when this is compiled; GATE_FORMAT may be `none`.
 #include "combine.cuh"
@@ -14,6 +16,7 @@
 #include "dot_q4_k.cuh"
 #include "dot_q6_k.cuh"
 #include "dot_sub_blocks.cuh"
+#include "updates.cuh"
 
 struct none : q4_k {};  // no gate matrix
 typedef GATE_FORMAT GateFormat;
@@ -137,32 +140,60 @@ DEV void prefetch_records(const Layer& layer, const Step& step, const Work& work
   for (int at = 128 * threadIdx.x; at < nbytes; at += 128 * blockDim.x) prefetch(records + at);
 }
 
-// Side planes of all the chunk's rows, then main rows as many as fit.
-DEV void multiply_up_chunk(const Layer& layer, const Step& step, const Work& work, const ShardPlace& place, u8* shared,
-                           int tile) {
-  const Item& item = work.item;
+struct UpSpans { Span gate_side, up_side, gate[2], up[2]; };
+
+// A tile of main rows: `buffer` 0 or 1 of the neurons from `first` on.
+DEV void span_tile(const Layer& layer, const ShardPlace& place, UpSpans& spans, u8* shared, int buffer, int first, int tile) {
+  spans.gate[buffer] = span_of(shared, place.gate_main, layer.gate_stride, first, tile);
+  spans.up[buffer] = span_of(behind(spans.gate[buffer]), place.up_main, layer.up_stride, first, tile);
+}
+
+DEV UpSpans up_spans(const Layer& layer, const ShardPlace& place, u8* shared, int first, int tile) {
+  UpSpans spans;
+  spans.gate_side = span_of(shared, place.gate_side, layer.gate_side_stride, first, UP_CHUNK);
+  spans.up_side = span_of(behind(spans.gate_side), place.up_side, layer.up_side_stride, first, UP_CHUNK);
+  span_tile(layer, place, spans, behind(spans.up_side), 0, first, tile);
+  span_tile(layer, place, spans, behind(spans.up[0]), 1, first + tile, tile);
+  return spans;
+}
+
+// The neurons of a tile whose rows have come; `i` is its first one in the chunk.
+DEV void multiply_tile(const Layer& layer, const Step& step, const Work& work, const ShardPlace& place, const UpSpans& spans,
+                       int buffer, int i, int tile) {
+  __syncthreads();
+  Rows gate = {spans.gate[buffer].shared, spans.gate_side.shared + i * layer.gate_side_stride, layer.gate_stride, layer.gate_side_stride};
+  Rows up = {spans.up[buffer].shared, spans.up_side.shared + i * layer.up_side_stride, layer.up_stride, layer.up_side_stride};
+  multiply_up(layer, step, work, place, gate, up, work.task * UP_CHUNK + i, tile);
+  fill(work.item, spans.gate[buffer]);
+  fill(work.item, spans.up[buffer]);
+}
+
+DEV void fill_sides(const Work& work, const UpSpans& spans) {
+  fill(work.item, spans.gate_side);
+  fill(work.item, spans.up_side);
+}
+
+DEV void stage_tile(const Item& item, const UpSpans& spans, int buffer) {
+  stage(item, spans.gate[buffer]);
+  stage(item, spans.up[buffer]);
+}
+
+// Rows too long for the shared memory: tile after tile in one buffer.
+DEV void multiply_up_by_tiles(const Layer& layer, const Step& step, const Work& work, const ShardPlace& place, u8* shared,
+                              int tile) {
   int first = work.task * UP_CHUNK;
-  Span gate_side = span_of(shared, place.gate_side, layer.gate_side_stride, first, UP_CHUNK);
-  Span up_side = span_of(behind(gate_side), place.up_side, layer.up_side_stride, first, UP_CHUNK);
-  stage(item, gate_side);
-  stage(item, up_side);
+  UpSpans spans = up_spans(layer, place, shared, first, tile);
+  stage(work.item, spans.gate_side);
+  stage(work.item, spans.up_side);
   for (int i = 0; i < UP_CHUNK; i += tile) {
-    Span gate_main = span_of(behind(up_side), place.gate_main, layer.gate_stride, first + i, tile);
-    Span up_main = span_of(behind(gate_main), place.up_main, layer.up_stride, first + i, tile);
-    stage(item, gate_main);
-    stage(item, up_main);
-    if (i == 0) prefetch_records(layer, step, work);
-    copies_done();
-    __syncthreads();
-    Rows gate = {gate_main.shared, gate_side.shared + i * layer.gate_side_stride, layer.gate_stride, layer.gate_side_stride};
-    Rows up = {up_main.shared, up_side.shared + i * layer.up_side_stride, layer.up_stride, layer.up_side_stride};
-    multiply_up(layer, step, work, place, gate, up, first + i, tile);
-    fill(item, gate_main);
-    fill(item, up_main);
+    span_tile(layer, place, spans, behind(spans.up_side), 0, first + i, tile);
+    stage_tile(work.item, spans, 0);
+    copies_sent();
+    copies_done<0>();
+    multiply_tile(layer, step, work, place, spans, 0, i, tile);
     __syncthreads();
   }
-  fill(item, gate_side);
-  fill(item, up_side);
+  fill_sides(work, spans);
 }
 
 // Streamed shards: until the bytes are there. Every thread hears whether they are.
@@ -176,16 +207,6 @@ DEV bool bytes_are_there(const Step& step, const Work& work) {
 }
 
 DEV int up_chunks_of(const ShardPlace& place) { return (place.neurons + UP_CHUNK - 1) / UP_CHUNK; }
-
-template <bool PLAN>
-DEV void run_up(const Layer& layer, const Step& step, const Progress& progress, const Work& work, int index, u8* shared,
-                int tile) {
-  const ShardPlace& place = layer.place[work.item.shard == layer.num_shards - 1];
-  if (work.task >= up_chunks_of(place)) return;
-  if (!PLAN || bytes_are_there(step, work)) multiply_up_chunk(layer, step, work, place, shared, tile);
-  __syncthreads();
-  if (threadIdx.x == 0) store_release_gpu(progress.hidden + index * UP_CHUNKS + work.task, work.clock);
-}
 
 // ------------------------------------------------------------------------------------------------ down
 struct HiddenRows {  // h of up to HIDDEN_ROWS rows as the down matrix takes it
@@ -231,32 +252,49 @@ DEV void multiply_down(const Layer& layer, const Step& step, const Work& work, i
   }
 }
 
-// The side plane of all the chunk's columns, then main rows as many as fit; h once the up blocks have made it.
-DEV void multiply_down_chunk(const Layer& layer, const Step& step, const Work& work, const ShardPlace& place,
-                             const u32* made, u8* shared, int tile) {
+struct Columns { int first, count; };
+
+// A block's share of the columns of a part.
+DEV Columns columns_of(const Layer& layer, int task) {
+  int share = (layer.hidden / 32 + CHUNKS - 1) / CHUNKS * 32, first = min(task * share, layer.hidden);
+  return {first, min(share, layer.hidden - first)};
+}
+
+// Columns whose down rows have come, `i` from the first of the block's share.
+DEV void multiply_columns(const Layer& layer, const Step& step, const Work& work, const ShardPlace& place, const Span& side,
+                          const Span& main, int i, int first, int count) {
   __shared__ HiddenRows hidden;
-  const Item& item = work.item;
-  int first = work.task * DOWN_CHUNK, columns = min(DOWN_CHUNK, layer.hidden - first);
-  Span side = span_of(shared, place.down_side, place.down_side_stride, first, columns);
-  stage(item, side);
-  for (int i = 0; i < columns; i += tile) {
-    int count = min(tile, columns - i);
-    Span main = span_of(behind(side), place.down_main, place.down_stride, first + i, count);
-    stage(item, main);
-    if (i == 0 && threadIdx.x < 32) wait_for_blocks(made, up_chunks_of(place), 1, work.clock);
-    copies_done();
+  Rows down = {main.shared, side.shared + i * place.down_side_stride, place.down_stride, place.down_side_stride};
+  for (int row = 0; row < work.item.num_rows; row += HIDDEN_ROWS) {
+    make_hidden_rows(layer, step, work, place.neurons, row, hidden);
     __syncthreads();
-    Rows down = {main.shared, side.shared + i * place.down_side_stride, place.down_stride, place.down_side_stride};
-    for (int row = 0; row < item.num_rows; row += HIDDEN_ROWS) {
-      make_hidden_rows(layer, step, work, place.neurons, row, hidden);
-      __syncthreads();
-      multiply_down(layer, step, work, place.neurons, down, hidden, first + i, count, row);
-      __syncthreads();
-    }
-    fill(item, main);
+    multiply_down(layer, step, work, place.neurons, down, hidden, first, count, row);
     __syncthreads();
   }
-  fill(item, side);
+  fill(work.item, main);
+}
+
+DEV void wait_for_hidden(const ShardPlace& place, const Work& work, const u32* made) {
+  if (threadIdx.x < 32) wait_for_blocks(made, up_chunks_of(place), 1, work.clock);
+  __syncthreads();
+}
+
+DEV void multiply_down_by_tiles(const Layer& layer, const Step& step, const Work& work, const ShardPlace& place,
+                                const u32* made, u8* shared, int tile) {
+  Columns columns = columns_of(layer, work.task);
+  Span side = span_of(shared, place.down_side, place.down_side_stride, columns.first, columns.count);
+  stage(work.item, side);
+  for (int i = 0; i < columns.count; i += tile) {
+    int count = min(tile, columns.count - i), first = columns.first + i;
+    Span main = span_of(behind(side), place.down_main, place.down_stride, first, count);
+    stage(work.item, main);
+    copies_sent();
+    copies_done<0>();
+    wait_for_hidden(place, work, made);
+    multiply_columns(layer, step, work, place, side, main, i, first, count);
+    __syncthreads();
+  }
+  fill(work.item, side);
 }
 
 // Biases and padding, which lie behind the matrices.
@@ -270,80 +308,154 @@ DEV void mark_lane(const Layer& layer, const Step& step, const Work& work) {
     step.lane[(work.item.first_position + row) * layer.num_shards + work.item.shard] = 1;
 }
 
+// ------------------------------------------------------------------------------------------------ items
+DEV void up_done(const Progress& progress, const Work& work, int index) {
+  __syncthreads();
+  if (threadIdx.x == 0) store_release_gpu(progress.hidden + index * CHUNKS + work.task, work.clock);
+}
+
+// Everything that the block needs of the shard is sent for at once: two halves of its neurons, then its columns.
+DEV void run_whole(const Layer& layer, const Step& step, const Progress& progress, const Work& work, int index,
+                   const ShardPlace& place, u8* shared) {
+  constexpr int HALF = UP_CHUNK / 2;
+  Columns columns = columns_of(layer, work.task);
+  UpSpans spans = up_spans(layer, place, shared, work.task * UP_CHUNK, HALF);
+  Span side = span_of(behind(spans.up[1]), place.down_side, place.down_side_stride, columns.first, columns.count);
+  Span main = span_of(behind(side), place.down_main, place.down_stride, columns.first, columns.count);
+  bool up = work.task < up_chunks_of(place);
+  if (up) {
+    stage(work.item, spans.gate_side);
+    stage(work.item, spans.up_side);
+    stage_tile(work.item, spans, 0);
+  }
+  copies_sent();
+  if (up) stage_tile(work.item, spans, 1);
+  copies_sent();
+  stage(work.item, side);
+  stage(work.item, main);
+  copies_sent();
+  if (up) {
+    prefetch_records(layer, step, work);
+    copies_done<2>();
+    multiply_tile(layer, step, work, place, spans, 0, 0, HALF);
+    copies_done<1>();
+    multiply_tile(layer, step, work, place, spans, 1, HALF, HALF);
+    up_done(progress, work, index);
+    fill_sides(work, spans);
+  }
+  copies_done<0>();
+  wait_for_hidden(place, work, progress.hidden + index * CHUNKS);
+  multiply_columns(layer, step, work, place, side, main, 0, columns.first, columns.count);
+  fill(work.item, side);
+}
+
+DEV void run_by_tiles(const Layer& layer, const Step& step, const Progress& progress, const Work& work, int index,
+                      const ShardPlace& place, u8* shared, const Tiles& tiles) {
+  if (work.task < up_chunks_of(place)) {
+    multiply_up_by_tiles(layer, step, work, place, shared, tiles.up);
+    up_done(progress, work, index);
+  }
+  multiply_down_by_tiles(layer, step, work, place, progress.hidden + index * CHUNKS, shared, tiles.down);
+}
+
+// Without misses, by the last item's blocks (the first one's, if every id was skipped): their columns of all rows.
+DEV void run_combine(const Layer& layer, const Step& step, const Progress& progress, int task, int count, u32 clock) {
+  __shared__ CombineShared shared;
+  Columns columns = columns_of(layer, task);
+  int end = columns.first + columns.count;
+  for (int token = 0; token < step.num_rows; token++)
+    for (int start = columns.first; start < end; start += DOWN_CHUNK)
+      combine_columns<true>(layer, step, token, start, end, shared, [&] {
+        if (threadIdx.x < 32) wait_for_blocks(progress.parts + task, count, CHUNKS, clock);
+      });
+}
+
 template <bool PLAN>
-DEV void run_down(const Layer& layer, const Step& step, const Progress& progress, const Work& work, int index,
-                  int down_chunks, u8* shared, int tile) {
+DEV void run_item(const Layer& layer, const Step& step, const Progress& progress, const Work& work, int index, int count,
+                  u8* shared, const Tiles& tiles) {
   const ShardPlace& place = layer.place[work.item.shard == layer.num_shards - 1];
   if (PLAN && work.task == 0) mark_lane(layer, step, work);
-  if (!PLAN || bytes_are_there(step, work))
-    multiply_down_chunk(layer, step, work, place, progress.hidden + index * UP_CHUNKS, shared, tile);
-  if (PLAN && work.task == 0 && work.item.fill) fill_tail(work.item, place);
-  __syncthreads();
-  if (!PLAN && threadIdx.x == 0) store_release_gpu(progress.parts + index * down_chunks + work.task, work.clock);
-}
-
-// ---------------------------------------------------------------------------------------------- kernel
-// What a block must know of the step and of its item, read side by side: a plan lies in host memory, where each
-// read takes a microsecond. An item past the end of the list is read all the same, and not used.
-struct Head { u32 clock, missing, sequence, list_sequence; int count; };
-
-DEV Head read_head(const Step& step, const WorkList* list, int index, Work& work, Head& head) {
-  int i = threadIdx.x;
-  if (i < (int)sizeof(Item) / 4) ((u32*)&work.item)[i] = ((const volatile u32*)((const Item*)(list + 1) + index))[i];
-  if (i == 32) head.list_sequence = load_acquire_system(&list->sequence);
-  if (i == 64) head.clock = work.clock = step.state->clock, head.missing = step.state->missing, head.sequence = step.state->sequence;
-  if (i == 96) head.count = *(const volatile int*)&list->count;
-  __syncthreads();
-  return head;
-}
-
-// Without misses, the blocks behind those of the items: some columns of a row, once every item's part is there.
-DEV void run_combine(const Layer& layer, const Step& step, const Progress& progress, const WorkList* list, int block,
-                     int down_chunks) {
-  if (!combines_at_once(step)) return;
-  int chunk = block % down_chunks, count = list->count;
-  u32 clock = step.state->clock;
-  combine_columns<true>(layer, step, block / down_chunks, chunk, [&] {
-    if (threadIdx.x < 32) wait_for_blocks(progress.parts + chunk, count, down_chunks, clock);
-  });
-}
-
-template <bool PLAN>
-DEV void run_items(const Layer& layer, const Step& step, const Progress& progress, const WorkList* list, int max_items,
-                   u8* shared, int up_tile, int down_tile) {
-  __shared__ Work work;
-  __shared__ Head shared_head;
-  if (PLAN && step.state->missing == 0) return;
-  int down_chunks = (layer.hidden + DOWN_CHUNK - 1) / DOWN_CHUNK, ups = max_items * UP_CHUNKS, downs = max_items * down_chunks;
-  int block = blockIdx.x;
-  if (!PLAN && block >= ups + downs) return run_combine(layer, step, progress, list, block - ups - downs, down_chunks);
-  bool up = block < ups;
-  int index = up ? block / UP_CHUNKS : (block - ups) / down_chunks;
-  if (threadIdx.x == 0) work.task = up ? block % UP_CHUNKS : (block - ups) % down_chunks;
-  Head head = read_head(step, list, index, work, shared_head);
-  if (PLAN && head.list_sequence != head.sequence) {  // a plan of another step
-    if (blockIdx.x == 0 && threadIdx.x == 0) fail(step, head.clock, ERROR_STALE_PLAN);
+  if (PLAN && !bytes_are_there(step, work)) {
+    up_done(progress, work, index);  // others of the item may have seen the flag
     return;
   }
-  if (index >= head.count) return;
-  if (up)
-    run_up<PLAN>(layer, step, progress, work, index, shared, up_tile);
+  if (tiles.whole)
+    run_whole(layer, step, progress, work, index, place, shared);
   else
-    run_down<PLAN>(layer, step, progress, work, index, down_chunks, shared, down_tile);
+    run_by_tiles(layer, step, progress, work, index, place, shared, tiles);
+  if (PLAN) {
+    if (work.task == 0 && work.item.fill) fill_tail(work.item, place);
+    return;
+  }
+  if (!combines_at_once(step)) return;
+  __syncthreads();
+  if (threadIdx.x == 0) store_release_gpu(progress.parts + index * CHUNKS + work.task, work.clock);
+  if (index == count - 1) run_combine(layer, step, progress, work.task, count, work.clock);
 }
 
-constexpr int BLOCKS = UpFormat::INT8 && DownFormat::INT8 ? 4 : 2;  // on a multiprocessor, at least
+// ---------------------------------------------------------------------------------------------- kernels
+// Item `index` of a list in device memory, and how many there are, read side by side.
+DEV int read_item(const Step& step, const WorkList* list, int index, Work& work) {
+  __shared__ int count;
+  int i = threadIdx.x;
+  if (i < (int)sizeof(Item) / 4) ((u32*)&work.item)[i] = __ldcg((const u32*)((const Item*)(list + 1) + index) + i);
+  if (i == 32) count = __ldcg(&list->count);
+  if (i == 64) work.clock = step.state->clock;
+  __syncthreads();
+  return count;
+}
+
+// All threads of block 0: a plan from host memory to `Step.plan`. Were every block to read it there, a thousand reads
+// of the same words would queue up. A plan of another step becomes an empty one, and fails the step.
+DEV void relay_plan(const Step& step, const Progress& progress, const WorkList* list, int max_items) {
+  u32 clock = step.state->clock;
+  int count = min(*(const volatile int*)&list->count, max_items);
+  bool ours = load_acquire_system(&list->sequence) == step.state->sequence;
+  if (!ours && threadIdx.x == 0) fail(step, clock, ERROR_STALE_PLAN);
+  int words = ours ? count * (int)(sizeof(Item) / 4) : 0;
+  for (int i = threadIdx.x; i < words; i += blockDim.x) ((u32*)(step.plan + 1))[i] = ((const volatile u32*)(list + 1))[i];
+  if (threadIdx.x == 0) step.plan->count = ours ? count : 0;
+  __syncthreads();
+  if (threadIdx.x == 0) store_release_gpu(progress.relayed, clock);
+}
+
+// The block behind those of a plan's items: the slot table as the plan wants it, for the look-ups of later steps.
+DEV void run_updates(const Step& step, const Updates* updates) {
+  if (load_acquire_system(&updates->sequence) == step.state->sequence)
+    apply_updates(step.table, updates);
+  else if (threadIdx.x == 0)
+    fail(step, step.state->clock, ERROR_STALE_PLAN);
+}
+
+constexpr int BLOCKS = UpFormat::INT8 && DownFormat::INT8 ? 3 : 2;  // on a multiprocessor, at least
 
 extern "C" __global__ void __launch_bounds__(256, BLOCKS)
     experts_hit(const __grid_constant__ Layer layer, const __grid_constant__ Step step,
-                const __grid_constant__ Progress progress, const WorkList* list, int max_items, int up_tile, int down_tile) {
+                const __grid_constant__ Progress progress, const __grid_constant__ Tiles tiles) {
   DYNAMIC_SHARED(shared);
-  run_items<false>(layer, step, progress, list, max_items, shared, up_tile, down_tile);
+  __shared__ Work work;
+  int index = blockIdx.x / CHUNKS;
+  if (threadIdx.x == 0) work.task = blockIdx.x % CHUNKS;
+  int count = read_item(step, step.hits, index, work);
+  if (index < count)
+    run_item<false>(layer, step, progress, work, index, count, shared, tiles);
+  else if (index == 0 && combines_at_once(step))
+    run_combine(layer, step, progress, work.task, 0, work.clock);
 }
 
 extern "C" __global__ void __launch_bounds__(256, BLOCKS)
     experts_plan(const __grid_constant__ Layer layer, const __grid_constant__ Step step,
-                 const __grid_constant__ Progress progress, const WorkList* list, int max_items, int up_tile, int down_tile) {
+                 const __grid_constant__ Progress progress, const __grid_constant__ Tiles tiles, const WorkList* list,
+                 const Updates* updates, int max_items) {
   DYNAMIC_SHARED(shared);
-  run_items<true>(layer, step, progress, list, max_items, shared, up_tile, down_tile);
+  __shared__ Work work;
+  if (step.state->missing == 0) return;
+  int index = blockIdx.x / CHUNKS;
+  if (index == max_items) return run_updates(step, updates);
+  if (blockIdx.x == 0) relay_plan(step, progress, list, max_items);
+  if (threadIdx.x == 0) work.task = blockIdx.x % CHUNKS;
+  if (threadIdx.x < 32) wait_for_blocks(progress.relayed, 1, 1, step.state->clock);
+  __syncthreads();
+  int count = read_item(step, step.plan, index, work);
+  if (index < count) run_item<true>(layer, step, progress, work, index, count, shared, tiles);
 }

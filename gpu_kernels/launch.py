@@ -13,12 +13,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from trilane.cpu_kernels.layout import ExpertLayout
-from trilane.gpu_kernels.words import DOWN_CHUNK, FUSED_ROWS, UP_CHUNK, UP_CHUNKS, down_chunks
+from trilane.gpu_kernels.words import CHUNKS, TYPES, UP_CHUNK, down_chunks
 
 PUBLISH_THREADS = 512
 EXPERTS_THREADS = COMBINE_THREADS = 256
-APPLY_THREADS = 256
 STAGE_NBYTES = 38 << 10  # dynamic shared memory that every GPU has beside the kernels' own
+WHOLE_NBYTES = 56 << 10  # of the 64 KiB that the smallest GPU gives a block that asks for it
 GROUPING_NBYTES = 20  # of each expert, in publish
 
 Struct = NDArray[np.void]
@@ -31,7 +31,7 @@ class Launch:
     Attributes
     ----------
     kernel : str
-        ``publish``, ``experts_hit``, ``experts_plan``, ``apply`` or ``combine``.
+        ``publish``, ``experts_hit``, ``experts_plan`` or ``combine``.
     grid : (int, int)
         Thread blocks.
     threads : int
@@ -51,8 +51,17 @@ class Launch:
 
 @dataclass(frozen=True)
 class Tiles:
-    """How much of a chunk goes through shared memory at once: neurons, columns, bytes."""
+    """How much of a block's work is in shared memory at once.
 
+    Attributes
+    ----------
+    whole : bool
+        All of it; else ``up`` neurons, then ``down`` columns at a time.
+    up, down : int
+    shared_nbytes : int
+    """
+
+    whole: bool
     up: int
     down: int
     shared_nbytes: int
@@ -63,16 +72,30 @@ def _up_nbytes(layout: ExpertLayout, neurons: int) -> int:
     return UP_CHUNK * (gate_side + up_side) + neurons * (gate + up)
 
 
+def _share(layout: ExpertLayout) -> int:
+    """Columns of a part that one block makes."""
+    return -(-layout.hidden // (32 * CHUNKS)) * 32
+
+
 def _down_nbytes(layout: ExpertLayout, columns: int) -> int:
     main, side = layout.down_strides(0)
-    return DOWN_CHUNK * side + columns * main
+    return _share(layout) * side + columns * main
 
 
 def tiles_of(layout: ExpertLayout) -> Tiles:
-    """The largest tiles within STAGE_NBYTES; rows too long for it get what two neurons need."""
+    """All at once within WHOLE_NBYTES, else the largest tiles within STAGE_NBYTES, and at least two neurons."""
+    whole = _up_nbytes(layout, UP_CHUNK) + _down_nbytes(layout, _share(layout))
+    if whole <= WHOLE_NBYTES:
+        return Tiles(True, UP_CHUNK, _share(layout), whole)
     up = next((n for n in (16, 8, 4) if _up_nbytes(layout, n) <= STAGE_NBYTES), 2)
     down = next((n for n in (128, 96, 64) if _down_nbytes(layout, n) <= STAGE_NBYTES), 32)
-    return Tiles(up, down, max(_up_nbytes(layout, up), _down_nbytes(layout, down)))
+    return Tiles(False, up, down, max(_up_nbytes(layout, up), _down_nbytes(layout, down)))
+
+
+def _tile_words(tiles: Tiles) -> Struct:
+    words = np.zeros((), TYPES["Tiles"])
+    words["whole"], words["up"], words["down"] = tiles.whole, tiles.up, tiles.down
+    return words
 
 
 def publish_launch(layer: Struct, step: Struct) -> Launch:
@@ -82,34 +105,23 @@ def publish_launch(layer: Struct, step: Struct) -> Launch:
 
 
 def _experts_launch(
-    kernel: str, layout: ExpertLayout, structs: tuple[Struct, Struct, Struct], items: int, max_items: int, more: int
+    kernel: str, layout: ExpertLayout, structs: tuple[Struct, Struct, Struct], blocks: int, more: tuple[Any, ...]
 ) -> Launch:
     tiles = tiles_of(layout)
-    grid = max_items * (UP_CHUNKS + down_chunks(layout.hidden)) + more
-    numbers = np.array([max_items, tiles.up, tiles.down], np.int32)
-    arguments = (*structs, np.uint64(items), *numbers)
-    return Launch(kernel, (grid, 1), EXPERTS_THREADS, tiles.shared_nbytes, arguments)
+    return Launch(kernel, (blocks, 1), EXPERTS_THREADS, tiles.shared_nbytes, (*structs, _tile_words(tiles), *more))
 
 
-def hit_launch(
-    layout: ExpertLayout, layer: Struct, step: Struct, progress: Struct, items: int, max_items: int
-) -> Launch:
-    """Blocks for ``max_items`` items of the hits' WorkList at address ``items``, and for rows without misses."""
-    rows = min(int(step["num_rows"]), FUSED_ROWS)
-    combining = down_chunks(layout.hidden) * rows
-    return _experts_launch("experts_hit", layout, (layer, step, progress), items, max_items, combining)
+def hit_launch(layout: ExpertLayout, layer: Struct, step: Struct, progress: Struct, max_items: int) -> Launch:
+    """Blocks for up to ``max_items`` hits; what the list lacks returns at once."""
+    return _experts_launch("experts_hit", layout, (layer, step, progress), max_items * CHUNKS, ())
 
 
 def plan_launch(
-    layout: ExpertLayout, layer: Struct, step: Struct, progress: Struct, items: int, max_items: int
+    layout: ExpertLayout, layer: Struct, step: Struct, progress: Struct, max_items: int, items: int, updates: int
 ) -> Launch:
-    """Blocks for ``max_items`` items of a plan's WorkList; what it lacks returns at once."""
-    return _experts_launch("experts_plan", layout, (layer, step, progress), items, max_items, 0)
-
-
-def apply_launch(step: Struct, updates: int) -> Launch:
-    """One block for the Updates at that address."""
-    return Launch("apply", (1, 1), APPLY_THREADS, 0, (step, np.uint64(updates)))
+    """Blocks for up to ``max_items`` items of a plan, and one for its updates; both are addresses."""
+    more = (np.uint64(items), np.uint64(updates), np.int32(max_items))
+    return _experts_launch("experts_plan", layout, (layer, step, progress), max_items * CHUNKS + 1, more)
 
 
 def combine_launch(layer: Struct, step: Struct) -> Launch:

@@ -55,9 +55,15 @@ DEV void copy16(void* shared, const void* from) {
 #endif
 }
 
-DEV void copies_done() {
+DEV void copies_sent() {  // ends a group of copies
 #if __CUDA_ARCH__ >= 800
-  asm volatile("cp.async.wait_all;" ::: "memory");
+  asm volatile("cp.async.commit_group;" ::: "memory");
+#endif
+}
+
+template <int LATER> DEV void copies_done() {  // this thread's groups but the last LATER
+#if __CUDA_ARCH__ >= 800
+  asm volatile("cp.async.wait_group %0;" ::"n"(LATER) : "memory");
 #endif
 }
 

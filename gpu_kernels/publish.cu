@@ -121,7 +121,6 @@ DEV void write_hit(const Layer& layer, const Step& step, int index, int slot, in
   item->shard = shard;
   item->first_position = first;
   item->num_rows = rows;
-  item->staged = 0;
 }
 
 // Every shard of every group: a hit becomes an item, a miss a bit. The number of missing shards.

@@ -18,8 +18,8 @@ from trilane.cpu_kernels.formats import BLOCK
 from trilane.cpu_kernels.layout import ExpertLayout
 
 UP_CHUNK = 16  # neurons of a shard whose gate and up rows one thread block multiplies
-DOWN_CHUNK = 128  # output columns of a shard that one thread block makes
-UP_CHUNKS = BLOCK // UP_CHUNK
+DOWN_CHUNK = 128  # output columns that are combined at a time
+CHUNKS = BLOCK // UP_CHUNK  # thread blocks of an item
 FUSED_ROWS = 4  # without misses, up to so many rows are combined by the kernel that made the last part
 RECORD_NBYTES = 320
 F32_BLOCK_NBYTES = 4 * BLOCK
@@ -42,7 +42,7 @@ _STRUCTS: Mapping[str, tuple[tuple[str, str], ...]] = {
     ),
     "Item": (
         ("const u8*", "weights"), ("u8*", "fill"), ("const u32*", "flag"), ("u32", "flag_value"), ("int", "shard"),
-        ("int", "first_position"), ("int", "num_rows"), ("int", "staged"), ("int[5]", "unused"),
+        ("int", "first_position"), ("int", "num_rows"), ("int[6]", "unused"),
     ),
     "WorkList": (("u32", "sequence"), ("int", "count"), ("int[14]", "unused")),
     "Update": (("int", "entry"), ("int", "slot")),
@@ -55,11 +55,13 @@ _STRUCTS: Mapping[str, tuple[tuple[str, str], ...]] = {
         ("u32", "begin"), ("u32", "layer"), ("u32", "num_rows"), ("u32", "top_k"), ("u32", "num_groups"),
         ("u32", "num_missing"), ("u32", "clock"), ("u32[8]", "unused"), ("u32", "end"),
     ),
-    "Progress": (("u32*", "hidden"), ("u32*", "parts")),
+    "Progress": (("u32*", "hidden"), ("u32*", "parts"), ("u32*", "relayed")),
+    "Tiles": (("int", "whole"), ("int", "up"), ("int", "down")),
     "Step": (
         ("const void*", "x"), ("i64", "x_stride"), ("const void*", "ids"), ("const float*", "weights"),
         ("void*", "out"), ("i64", "out_stride"), ("u8*", "records"), ("float*", "floats"), ("int*", "row_bad"),
-        ("int*", "groups"), ("int*", "token_of"), ("int*", "position_of"), ("WorkList*", "hits"), ("int*", "lane"),
+        ("int*", "groups"), ("int*", "token_of"), ("int*", "position_of"), ("WorkList*", "hits"),
+        ("WorkList*", "plan"), ("int*", "lane"),
         ("float*", "h"), ("float*", "parts"), ("const float*", "cpu_parts"),
         ("State*", "state"), ("int*", "table"), ("const Updates*", "pending"), ("u32*", "acknowledged"),
         ("Mailbox*", "mail"), ("int*", "mail_groups"), ("u64*", "mail_missing"), ("int*", "mail_tokens"),
@@ -99,7 +101,7 @@ def _c_field(declared: str, name: str) -> str:
 def c_header() -> str:
     """The text of ``words.cuh``: the structs, their sizes as checks, and the constants that both sides use."""
     lines = ["#pragma once"]
-    for name in ("UP_CHUNK", "UP_CHUNKS", "DOWN_CHUNK", "FUSED_ROWS"):
+    for name in ("UP_CHUNK", "CHUNKS", "DOWN_CHUNK", "FUSED_ROWS"):
         lines.append(f"constexpr int {name} = {globals()[name]};")
     lines.append("enum ErrorWord { " + ", ".join(f"ERROR_{name.upper()}" for name in ERRORS) + " };")
     for name, fields in _STRUCTS.items():
@@ -172,10 +174,11 @@ def progress_words(address: int, max_items: int) -> NDArray[np.void]:
     """The Progress struct of the flags at ``address``; the memory must be zeros before its first use."""
     words = np.zeros((), TYPES["Progress"])
     words["hidden"] = address
-    words["parts"] = address + 4 * max_items * UP_CHUNKS
+    words["parts"] = address + 4 * max_items * CHUNKS
+    words["relayed"] = address + 8 * max_items * CHUNKS
     return words
 
 
-def progress_nbytes(max_items: int, hidden: int) -> int:
-    """Bytes of the flags of a list of up to ``max_items`` items: one for each thread block."""
-    return 4 * max_items * (UP_CHUNKS + down_chunks(hidden))
+def progress_nbytes(max_items: int) -> int:
+    """Bytes of the flags of a list of up to ``max_items`` items: two for each thread block, and one."""
+    return 8 * max_items * CHUNKS + 4

@@ -76,12 +76,12 @@ class LayerOnDevice:
         positions = max_rows * self.top_k
         row_nbytes = 4 * max_rows * (self.hidden + 8)
         device = {"x": row_nbytes, "ids": 8 * positions, "weights": 4 * positions, "out": row_nbytes, **sizes.device}
-        lists = {"plan": words.list_nbytes(self.max_items), "updates": 64 + 8 * self.num_slots}
+        lists = {"plan_list": words.list_nbytes(self.max_items), "updates": 64 + 8 * self.num_slots}
         mapped = {**sizes.mapped, **lists}
         fills = dict.fromkeys((*sizes.zeroed, *lists), 0)
         self.at = {name: self.backend.device(nbytes, fills.get(name, POISON)) for name, nbytes in device.items()}
         self.at |= {name: self.backend.mapped(nbytes, fills.get(name, POISON)) for name, nbytes in mapped.items()}
-        nbytes = words.progress_nbytes(self.max_items, self.hidden)
+        nbytes = words.progress_nbytes(self.max_items)
         self.progress = [self.backend.device(nbytes, 0) for _ in range(2)]
         self.step = np.zeros((), TYPES["Step"])
         for name, memory in self.at.items():
@@ -143,17 +143,18 @@ class LayerOnDevice:
         step["id_nbytes"], step["num_rows"], step["top_k"] = self.id_dtype.itemsize, routing.rows, self.top_k
         step["out_stride"], step["out_element"] = self.hidden * self.out_dtype.itemsize, ELEMENTS[self.out_dtype]
         self.backend.launch(launches.publish_launch(self.layer, step))
-        self.backend.launch(self._experts(0, self.at["hits"].address))
+        self.backend.launch(self._experts(0))
 
-    def _experts(self, plan, address):
+    def _experts(self, plan):
         progress = words.progress_words(self.progress[plan].address, self.max_items)
-        make = launches.plan_launch if plan else launches.hit_launch
-        return make(self.layout, self.layer, self.step, progress, address, self.max_items)
+        what = (self.layout, self.layer, self.step, progress, self.max_items)
+        if plan:
+            return launches.plan_launch(*what, self.at["plan_list"].address, self.at["updates"].address)
+        return launches.hit_launch(*what)
 
     def finish(self):
         """The plan's part of a step, after `write_plan`."""
-        self.backend.launch(launches.apply_launch(self.step, self.at["updates"].address))
-        self.backend.launch(self._experts(1, self.at["plan"].address))
+        self.backend.launch(self._experts(1))
         self.backend.launch(launches.combine_launch(self.layer, self.step))
 
     def groups(self):
@@ -177,7 +178,7 @@ class LayerOnDevice:
                     continue
                 items.append(self._item(expert, shard, first, rows, lanes[expert, shard], sequence, updates))
         items.sort(key=lambda item: item["flag"] != 0)
-        self._write_list("plan", sequence, np.array(items, TYPES["Item"]))
+        self._write_list("plan_list", sequence, np.array(items, TYPES["Item"]))
         self._write_list("updates", sequence, np.array(updates, TYPES["Update"]))
         self.at["cpu_flag"].array[:4].view(np.uint32)[0] = sequence
         return items
@@ -186,7 +187,7 @@ class LayerOnDevice:
         item = np.zeros((), TYPES["Item"])
         data = self.shard_bytes(expert, shard)
         item["shard"], item["first_position"], item["num_rows"] = shard, first, rows
-        item["weights"], item["staged"] = data.ctypes.data, lane != STREAM
+        item["weights"] = data.ctypes.data
         if lane in (STREAM, FILL):
             slot = self.free.pop()
             updates.append((expert * self.shards + shard, slot))

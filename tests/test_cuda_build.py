@@ -96,7 +96,7 @@ def test_tiles_fit_and_divide_their_chunk(formats, hidden):
     layout = make_store(formats, "silu_glu", hidden, 256, experts=1).layers[0].layout
     tiles = launch.tiles_of(layout)
     assert words.UP_CHUNK % tiles.up == 0 and tiles.up >= 2 and tiles.down % 32 == 0
-    assert tiles.shared_nbytes <= launch.STAGE_NBYTES or tiles.up == 2
+    assert tiles.shared_nbytes <= (launch.WHOLE_NBYTES if tiles.whole else launch.STAGE_NBYTES) or tiles.up == 2
     assert tiles.shared_nbytes % 16 == 0 and variant_of(layout).down in FORMATS
 
 
@@ -106,7 +106,7 @@ def test_a_launch_is_data():
     step = np.zeros((), words.TYPES["Step"])
     step["num_rows"] = 1
     progress = words.progress_words(4096, 24)
-    made = launch.plan_launch(layout, layer, step, progress, 64, 24)
-    assert made.grid == (24 * (16 + 16), 1) and made.threads == 256 and made.shared_nbytes == 16 * 2 * 1152
-    assert launch.hit_launch(layout, layer, step, progress, 64, 24).grid == (24 * (16 + 16) + 16, 1)
+    made = launch.plan_launch(layout, layer, step, progress, 24, 64, 128)
+    assert made.grid == (24 * 16 + 1, 1) and made.threads == 256 and made.shared_nbytes == 16 * 2 * 1152 + 128 * 144
+    assert launch.hit_launch(layout, layer, step, progress, 24).grid == (24 * 16, 1)
     assert launch.publish_launch(layer, step).shared_nbytes == 128 * launch.GROUPING_NBYTES

@@ -92,7 +92,8 @@ def test_tiny_and_long_rows(backend_of, fmt, shape):
 
 def test_rows_too_long_for_shared_memory_go_through_in_tiles(backend_of):
     store = make_store("f32", "silu_glu", 2400, 32, experts=2)
-    assert launches.tiles_of(store.layers[0].layout).up == 2
+    tiles = launches.tiles_of(store.layers[0].layout)
+    assert tiles.up == 2 and not tiles.whole
     rng = np.random.default_rng(0)
     device = on_device(backend_of, store, 1, top_k=2)
     device.run(random_step(rng, 1, 2, 2, 2400, skips=False), np.full((2, 1), FILL), rng)
@@ -196,7 +197,7 @@ def test_hidden_rows_at_odd_addresses(backend_of):
     device.step["x"] += 12
     device.step["x_stride"] = 404
     device.backend.launch(launches.publish_launch(device.layer, device.step))
-    device.backend.launch(device._experts(0, device.at["hits"].address))
+    device.backend.launch(device._experts(0))
     device.check_output(routing)
 
 
@@ -215,7 +216,7 @@ def started(backend_of, lane=FILL, rows=1):
 def test_a_plan_of_another_step_is_not_used(backend_of):
     device, routing, lanes = started(backend_of)
     device.write_plan(routing, lanes)
-    for name in ("plan", "updates"):
+    for name in ("plan_list", "updates"):
         device.at[name].array[:4].view(np.uint32)[0] += 1
     table = device.table.get().copy()
     device.finish()
@@ -267,7 +268,7 @@ def test_pending_updates_are_applied_after_the_look_up_and_acknowledged(backend_
 def test_a_step_without_misses_touches_neither_mailbox_nor_plan(backend_of):
     device, routing, _ = started(backend_of, HIT, rows=5)
     mail = device.at["mail"].array.copy()
-    device.at["plan"].array[:4].view(np.uint32)[0] = 77
+    device.at["plan_list"].array[:4].view(np.uint32)[0] = 77
     device.finish()
     device.check_output(routing)
     assert np.array_equal(device.at["mail"].array, mail) and device.state()["sequence"] == 0

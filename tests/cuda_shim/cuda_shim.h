@@ -1,7 +1,8 @@
 // CUDA on a processor, for tests: enough of the language that the product's .cu files compile as C++ and run with
-// the bits of a GPU. Thread blocks run one after another in the order of their index; the threads of a block are
-// fibers, switched at barriers and warp operations only. A block in which nothing can move any more is an error,
-// not a hang. Only full warps and full masks: whatever else a kernel does is refused.
+// the bits of a GPU. The threads of a block are fibers, switched at barriers and warp operations only. Blocks start
+// in the order of their index, a few at a time; when one cannot move it gives way to the next, and its shared
+// variables (a section of this library) are put aside. When none can move it is an error, not a hang. Only full
+// warps and full masks: whatever else a kernel does is refused.
 #pragma once
 #include <math.h>
 #include <setjmp.h>
@@ -22,11 +23,12 @@ typedef unsigned long long u64;
 #define __global__
 #define __forceinline__ inline
 #define __noinline__
-#define __shared__ static
+// Not in templates: GCC ignores the section there.
+#define __shared__ static __attribute__((section("shim_shared")))
 #define __launch_bounds__(...)
 #define __grid_constant__
 #define DEV static inline
-#define DYNAMIC_SHARED(name) u8* name = shim::dynamic_shared
+#define DYNAMIC_SHARED(name) u8* name = shim::block->dynamic_shared
 
 struct alignas(8) uint2 { u32 x, y; };
 struct alignas(16) uint4 { u32 x, y, z, w; };
@@ -34,9 +36,11 @@ struct alignas(16) float4 { float x, y, z, w; };
 static inline uint2 make_uint2(u32 x, u32 y) { return {x, y}; }
 static inline float4 make_float4(float x, float y, float z, float w) { return {x, y, z, w}; }
 
+extern "C" char __start_shim_shared[], __stop_shim_shared[];
+
 namespace shim {
 struct Index { u32 x, y, z; };
-constexpr int MAX_THREADS = 1024, STACK = 128 << 10, SHARED = 256 << 10, PATIENCE = 64;
+constexpr int MAX_THREADS = 512, STACK = 64 << 10, SHARED = 100 << 10, WINDOW = 24, PATIENCE = 200;  // rounds
 enum Wait { NOTHING, FOR_WARP, FOR_BLOCK, FOR_OTHERS, FINISHED };
 
 struct Fiber {
@@ -49,16 +53,26 @@ struct Fiber {
 
 struct Warp { u64 values[2][32], arrived; };
 
-static Fiber fibers[MAX_THREADS];
-static Warp warps[MAX_THREADS / 32];
+struct Block {
+  Fiber fibers[MAX_THREADS];
+  Warp warps[MAX_THREADS / 32];
+  Index index;
+  u64 generation;
+  int at_barrier, finished;
+  bool running;
+  char* shared;  // its shared variables while another block runs
+  alignas(256) u8 dynamic_shared[SHARED];
+};
+
+static Block* blocks[WINDOW];
+static Block* block;  // the one whose shared variables are in place
 static Fiber* self;
 static jmp_buf scheduler;
-static Index block_index, block_dim, grid_dim;
-static u64 generation, moves;
-static int num_threads, at_barrier, finished;
+static Index block_dim, grid_dim;
+static u64 moves;
+static int num_threads;
 static void (*body)(const void*);
 static const void* argument;
-alignas(256) static u8 dynamic_shared[SHARED];
 
 static inline void yield(Wait wait) {
   self->wait = wait;
@@ -66,22 +80,22 @@ static inline void yield(Wait wait) {
 }
 
 static void open_barrier_if_full() {
-  if (at_barrier + finished < num_threads || at_barrier == 0) return;
-  at_barrier = 0;
-  generation++;
+  if (block->at_barrier + block->finished < num_threads || block->at_barrier == 0) return;
+  block->at_barrier = 0;
+  block->generation++;
 }
 
 static void block_barrier() {
-  self->generation = generation;
-  at_barrier++, moves++;
+  self->generation = block->generation;
+  block->at_barrier++, moves++;
   open_barrier_if_full();
-  while (self->generation == generation) yield(FOR_BLOCK);
+  while (self->generation == block->generation) yield(FOR_BLOCK);
 }
 
 // Every lane's value, once all 32 have come. Two buffers are enough: nobody is two operations ahead.
 static u64* exchange(u32 mask, u64 value) {
   if (mask != 0xffffffffu) { fprintf(stderr, "shim: a partial warp mask\n"); abort(); }
-  Warp& warp = warps[self->index.x / 32];
+  Warp& warp = block->warps[self->index.x / 32];
   u64 operation = self->operations++;
   u64* values = warp.values[operation & 1];
   values[self->index.x % 32] = value;
@@ -91,15 +105,15 @@ static u64* exchange(u32 mask, u64 value) {
 }
 
 static inline bool can_run(const Fiber& fiber) {
-  if (fiber.wait == FOR_WARP) return warps[fiber.index.x / 32].arrived >= 32 * fiber.operations;
-  if (fiber.wait == FOR_BLOCK) return fiber.generation != generation;
-  return fiber.wait != FINISHED;
+  if (fiber.wait == FOR_WARP) return block->warps[fiber.index.x / 32].arrived >= 32 * fiber.operations;
+  if (fiber.wait == FOR_BLOCK) return fiber.generation != block->generation;
+  return fiber.wait == NOTHING;
 }
 
 static void fiber_main() {
   for (;;) {
     body(argument);
-    finished++, moves++;
+    block->finished++, moves++;
     open_barrier_if_full();
     yield(FINISHED);
   }
@@ -119,50 +133,83 @@ static void resume(Fiber& fiber) {
   swapcontext(&back, &context);
 }
 
-static bool run_block() {
-  generation = 0, at_barrier = finished = 0;
-  memset(dynamic_shared, 0xff, 4096);
+static void start(Block& b, Index index) {
+  b.index = index, b.generation = 0, b.at_barrier = b.finished = 0, b.running = true;
+  memset(b.dynamic_shared, 0xff, sizeof b.dynamic_shared);
+  memset(b.shared, 0xff, __stop_shim_shared - __start_shim_shared);
   for (int i = 0; i < num_threads; i++) {
-    Fiber& fiber = fibers[i];
-    fiber.index = {(u32)i, 0, 0}, fiber.wait = NOTHING, fiber.operations = 0;
-    warps[i / 32].arrived = 0;
+    b.fibers[i].index = {(u32)i, 0, 0}, b.fibers[i].wait = NOTHING, b.fibers[i].operations = 0;
+    b.warps[i / 32].arrived = 0;
   }
-  for (int idle = 0; finished < num_threads;) {
-    u64 before = moves;
+}
+
+// Until the block is done or only waits for others.
+static void run(Block& b) {
+  block = &b;
+  for (int i = 0; i < num_threads; i++)
+    if (b.fibers[i].wait == FOR_OTHERS) b.fibers[i].wait = NOTHING;
+  memcpy(__start_shim_shared, b.shared, __stop_shim_shared - __start_shim_shared);
+  for (u64 before = moves - 1; before != moves && b.finished < num_threads;) {
+    before = moves;
     for (int first = 0; first < num_threads; first += 32) {
       u64 seen;
       do {
         seen = moves;
         for (int i = first; i < first + 32; i++)
-          if (can_run(fibers[i])) resume(fibers[i]);
+          if (can_run(b.fibers[i])) resume(b.fibers[i]);
       } while (moves != seen);
     }
-    idle = moves == before ? idle + 1 : 0;
-    if (idle > PATIENCE) return false;
   }
-  return true;
+  b.running = b.finished < num_threads;
+  memcpy(b.shared, __start_shim_shared, __stop_shim_shared - __start_shim_shared);
 }
 
-// All blocks of a grid; the linear index of the block that got stuck plus one, or 0.
+static Block* make_block() {
+  Block* b = (Block*)aligned_alloc(256, (sizeof(Block) + 255) / 256 * 256);
+  memset(b, 0, sizeof(Block));
+  b->shared = (char*)malloc(__stop_shim_shared - __start_shim_shared + 1);
+  return b;
+}
+
+static void forget(Block*& b) {
+  for (auto& fiber : b->fibers) free(fiber.stack);
+  free(b->shared);
+  free(b);
+  b = nullptr;
+}
+
+// All blocks of a grid; the linear index plus one of the first block that got stuck, or 0.
 template <class F> static int launch(u32 grid_x, u32 grid_y, u32 threads, const F& kernel) {
   if (threads % 32 || threads > MAX_THREADS) return -1;
   body = [](const void* f) { (*(const F*)f)(); };
   argument = &kernel;
   num_threads = (int)threads;
   block_dim = {threads, 1, 1}, grid_dim = {grid_x, grid_y, 1};
-  for (u32 y = 0; y < grid_y; y++)
-    for (u32 x = 0; x < grid_x; x++) {
-      block_index = {x, y, 0};
-      if (run_block()) continue;
-      for (auto& fiber : fibers) free(fiber.stack), fiber.stack = nullptr;
-      return (int)(y * grid_x + x + 1);
+  u32 next = 0, total = grid_x * grid_y, running = 0;
+  for (int idle = 0; next < total || running;) {
+    u32 before = next, were = running;
+    running = 0;
+    for (auto& b : blocks) {
+      if (!b) b = make_block();
+      if (!b->running && next < total) start(*b, {next % grid_x, next / grid_x, 0}), next++;
+      if (b->running) run(*b);
+      running += b->running;
     }
+    idle = next == before && running == were ? idle + 1 : 0;
+    if (idle <= PATIENCE) continue;
+    u32 stuck = total;
+    for (auto& b : blocks) {
+      if (b->running && b->index.y * grid_x + b->index.x < stuck) stuck = b->index.y * grid_x + b->index.x;
+      forget(b);
+    }
+    return (int)stuck + 1;
+  }
   return 0;
 }
 }  // namespace shim
 
 #define threadIdx (shim::self->index)
-#define blockIdx (shim::block_index)
+#define blockIdx (shim::block->index)
 #define blockDim (shim::block_dim)
 #define gridDim (shim::grid_dim)
 
@@ -223,7 +270,8 @@ static inline void store_release_system(u32* word, u32 value) { *(volatile u32*)
 static inline void __threadfence() {}
 static inline void __threadfence_system() {}
 static inline void copy16(void* shared, const void* from) { memcpy(shared, from, 16); }
-static inline void copies_done() {}
+static inline void copies_sent() {}
+template <int LATER> static inline void copies_done() {}
 static inline void prefetch(const void*) {}
 static inline void rest() { shim::yield(shim::FOR_OTHERS); }
 static inline u32 atomicAdd(u32* at, u32 value) { u32 old = *at; *at += value; return old; }

@@ -3,7 +3,6 @@
 
 #include "publish.cu"
 #include "experts.cu"
-#include "apply.cu"
 #include "combine.cu"
 
 extern "C" int run_publish(u32 x, u32 y, u32 threads, const Layer* layer, const Step* step) {
@@ -11,17 +10,13 @@ extern "C" int run_publish(u32 x, u32 y, u32 threads, const Layer* layer, const 
 }
 
 extern "C" int run_experts_hit(u32 x, u32 y, u32 threads, const Layer* layer, const Step* step, const Progress* progress,
-                               const WorkList* list, int max_items, int up_tile, int down_tile) {
-  return shim::launch(x, y, threads, [=] { experts_hit(*layer, *step, *progress, list, max_items, up_tile, down_tile); });
+                               const Tiles* tiles) {
+  return shim::launch(x, y, threads, [=] { experts_hit(*layer, *step, *progress, *tiles); });
 }
 
-extern "C" int run_experts_plan(u32 x, u32 y, u32 threads, const Layer* layer, const Step* step,
-                                const Progress* progress, const WorkList* list, int max_items, int up_tile, int down_tile) {
-  return shim::launch(x, y, threads, [=] { experts_plan(*layer, *step, *progress, list, max_items, up_tile, down_tile); });
-}
-
-extern "C" int run_apply(u32 x, u32 y, u32 threads, const Step* step, const Updates* list) {
-  return shim::launch(x, y, threads, [=] { apply(*step, list); });
+extern "C" int run_experts_plan(u32 x, u32 y, u32 threads, const Layer* layer, const Step* step, const Progress* progress,
+                                const Tiles* tiles, const WorkList* list, const Updates* updates, int max_items) {
+  return shim::launch(x, y, threads, [=] { experts_plan(*layer, *step, *progress, *tiles, list, updates, max_items); });
 }
 
 extern "C" int run_combine(u32 x, u32 y, u32 threads, const Layer* layer, const Step* step) {
