@@ -28,6 +28,7 @@ class Kernels:
         self.variant = variant
         device = cupy.cuda.Device()
         self._most_shared_nbytes = int(device.attributes["MaxSharedMemoryPerBlockOptin"])
+        self._driver = cupy.cuda.driver
         self._module = cupy.cuda.function.Module()
         self._module.load(cubin(variant, int(device.compute_capability)))
         self._functions: dict[str, Any] = {name: self._module.get_function(name) for name in KERNELS}
@@ -42,14 +43,15 @@ class Kernels:
         """
         if launch.shared_nbytes <= STAGE_NBYTES:
             return
-        function = self._functions[launch.kernel]
-        most = self._most_shared_nbytes - int(function.shared_size_bytes)
-        if launch.shared_nbytes > most:
+        driver, function = self._driver, self._functions[launch.kernel].ptr
+        own = int(driver.funcGetAttribute(driver.CU_FUNC_ATTRIBUTE_SHARED_SIZE_BYTES, function))
+        if own + launch.shared_nbytes > self._most_shared_nbytes:
             raise ValueError(
-                f"rows of {self.variant} need {launch.shared_nbytes} bytes of shared memory to be read in place, and "
-                f"this GPU has {most}: leave the zero-copy lane out, or store these experts in a smaller format"
+                f"rows of {self.variant} need {own + launch.shared_nbytes} bytes of shared memory and this GPU gives a "
+                f"block {self._most_shared_nbytes}: store these experts in a format with fewer bytes a weight"
             )
-        function.max_dynamic_shared_size_bytes = launch.shared_nbytes
+        driver.funcSetAttribute(function, driver.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES, launch.shared_nbytes)
+        driver.funcSetAttribute(function, driver.CU_FUNC_ATTRIBUTE_PREFERRED_SHARED_MEMORY_CARVEOUT, 100)
 
     def launch(self, launch: Launch, stream: Any) -> None:
         """Put a launch on a CuPy stream (captured, if the stream captures)."""

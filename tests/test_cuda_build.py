@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import os
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 from cuda_cases import make_store
 
 from trilane.cpu_kernels.formats import FORMATS
-from trilane.gpu_kernels import build, launch, nvrtc, words
+from trilane.gpu_kernels import build, kernels, launch, nvrtc, words
 from trilane.gpu_kernels.build import ARCHITECTURES, Variant, variant_of
 
 # Three formats a program: each format is compiled for the oldest and for other architectures.
@@ -110,3 +111,32 @@ def test_a_launch_is_data():
     assert made.grid == (24 * 16 + 1, 1) and made.threads == 256 and made.shared_nbytes == 16 * 2 * 1152 + 128 * 144
     assert launch.hit_launch(layout, layer, step, progress, 24).grid == (24 * 16, 1)
     assert launch.publish_launch(layer, step).shared_nbytes == 128 * launch.GROUPING_NBYTES
+
+
+class FakeDriver:
+    """CuPy's driver module as far as `prepare` needs it."""
+
+    CU_FUNC_ATTRIBUTE_SHARED_SIZE_BYTES, CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES = 1, 8
+    CU_FUNC_ATTRIBUTE_PREFERRED_SHARED_MEMORY_CARVEOUT = 9
+
+    def __init__(self):
+        self.settings = {}
+
+    def funcGetAttribute(self, attribute, function):  # noqa: N802
+        assert attribute == 1
+        return 6000
+
+    def funcSetAttribute(self, function, attribute, value):  # noqa: N802
+        self.settings[function, attribute] = value
+
+
+def test_shared_memory_is_asked_for_and_a_gpu_with_too_little_is_refused():
+    made = object.__new__(kernels.Kernels)
+    made.variant, made._driver, made._most_shared_nbytes = Variant("f32", "f32", "f32"), FakeDriver(), 65536
+    made._functions = {"experts_hit": SimpleNamespace(ptr=77)}
+    made.prepare(launch.Launch("experts_hit", (1, 1), 256, launch.STAGE_NBYTES, ()))
+    assert made._driver.settings == {}
+    made.prepare(launch.Launch("experts_hit", (1, 1), 256, 50000, ()))
+    assert made._driver.settings == {(77, 8): 50000, (77, 9): 100}
+    with pytest.raises(ValueError, match="need 66000 bytes of shared memory.*65536"):
+        made.prepare(launch.Launch("experts_hit", (1, 1), 256, 60000, ()))
