@@ -1,12 +1,12 @@
 """How fast a store loads from a model file, against a plain copy of the same bytes.
 
-Method: the file is in the page cache (it was written just now, or is read once before). Two sides take turns in the
+Method: the file is in the page cache (it was written just now, or is read once before). Three sides take turns in the
 same rounds, each into a fresh private arena in huge pages, with the same number of threads: ``ExpertStore.from_gguf``
-as a whole (header, layout, packing, dropping of pages), and a bare copy of the experts' bytes from a mapping of the
-same file, expert by expert. Medians of the rounds count; GB/s are 1e9 bytes of experts in the file a second. On a
-machine that others use too, time on the clock says little: the ratio of processor time (each side's least) stands
-beside. Without FILE, a model of the shape of Qwen3-30B-A3B with a few layers of random blocks is written to a
-temporary folder.
+as a whole (header, layout, packing), a bare read of the experts' bytes (``preadv`` into the arena) and a bare copy from
+a mapping of the same file, both one matrix of one expert at a time. Medians of the rounds count; GB/s are 1e9 bytes of
+experts in the file a second. On a machine that others use too, time on the clock says little: the ratio of processor
+time (each side's least) stands beside. Without FILE, a model of the shape of Qwen3-30B-A3B with a few layers of random
+blocks is written to a temporary folder.
 
     python -m benchmarks.bench_store [FILE] [--layers 3] [--format q4_k] [--down q6_k] [--threads 2] [--rounds 7]
 """
@@ -14,6 +14,7 @@ temporary folder.
 from __future__ import annotations
 
 import argparse
+import os
 import statistics
 import struct
 import tempfile
@@ -77,8 +78,18 @@ class Seconds(NamedTuple):
         return cls(time.perf_counter() - wall, time.process_time() - cpu)
 
 
-def copy_experts(path: Path, threads: int) -> Seconds:
-    """Time to copy the experts' bytes into a fresh arena, and nothing else."""
+def read_into(fd: int, target: np.ndarray, offset: int) -> None:
+    """All bytes of ``target``, from ``offset`` of the file on."""
+    left = memoryview(target)
+    while left:
+        got = os.preadv(fd, [left], offset + len(target) - len(left))
+        if not got:
+            raise EOFError(f"the file ends at byte {offset + len(target) - len(left)}")
+        left = left[got:]
+
+
+def copy_experts(path: Path, threads: int, mapped: bool) -> Seconds:
+    """Time to copy the experts' bytes into a fresh arena, and nothing else: by calls, or from a mapping."""
     files = open_gguf(path)
     model = find_experts(files)
     pieces, end = [], 0
@@ -88,11 +99,14 @@ def copy_experts(path: Path, threads: int) -> Seconds:
             pieces.append((tensor, start, step, end))
             end += step
     arena = allocate_arena(end)
+    views = {tensor: files.bytes_of(tensor) for tensor, *_ in pieces}
 
     def copy(piece: tuple) -> None:
         tensor, start, step, target = piece
-        source = files.files[tensor.path].bytes
-        np.copyto(arena.view(target, step), source[tensor.offset + start : tensor.offset + start + step])
+        if mapped:
+            np.copyto(arena.view(target, step), views[tensor][start : start + step])
+        else:
+            read_into(files.files[tensor.path].fd, arena.view(target, step), tensor.offset + start)
 
     def copy_all() -> None:
         with ThreadPoolExecutor(threads) as pool:
@@ -107,12 +121,20 @@ def load_store(path: Path, threads: int) -> Seconds:
     return Seconds.of(lambda: ExpertStore.from_gguf(path, threads=threads, gate="silu_glu"))
 
 
-def measure(path: Path, threads: int, rounds: int) -> Iterator[tuple[Seconds, Seconds]]:
-    """(to load, to copy) for each round; the first round, which compiles, is not among them."""
+SIDES = ("load", "read", "mapped copy")
+
+
+def measure(path: Path, threads: int, rounds: int) -> Iterator[tuple[Seconds, ...]]:
+    """Times of the sides for each round, in turns; the first round, which compiles, is not among them."""
+    works = (
+        lambda: load_store(path, threads), lambda: copy_experts(path, threads, False),
+        lambda: copy_experts(path, threads, True),
+    )  # fmt: skip
     for number in range(rounds + 1):
-        pair = load_store(path, threads), copy_experts(path, threads)
+        turn = number % len(works)  # no side always has the same neighbour before it
+        times = {k: works[k]() for k in (*range(turn, len(works)), *range(turn))}
         if number:
-            yield pair
+            yield tuple(times[k] for k in range(len(works)))
 
 
 def main() -> None:
@@ -131,13 +153,14 @@ def main() -> None:
         nbytes = find_experts(open_gguf(path)).expert_nbytes
         times = list(measure(path, args.threads, args.rounds))
     sides = list(zip(*times, strict=True))
-    load, copy = (nbytes / statistics.median(s.wall for s in side) / 1e9 for side in sides)
-    ratio = statistics.median(c.wall / s.wall for s, c in times)
-    load_cpu, copy_cpu = (min(s.cpu for s in side) for side in sides)
+    rates = [nbytes / statistics.median(t.wall for t in side) / 1e9 for side in sides]
     print(describe_machine().line)
     print(f"{nbytes / 1e9:.2f} GB of experts, {args.threads} threads, {args.rounds} rounds")
-    print(f"load {load:.2f} GB/s, copy {copy:.2f} GB/s")
-    print(f"median ratio {ratio:.2f}, ratio of processor time {copy_cpu / load_cpu:.2f}")
+    print(", ".join(f"{name} {rate:.2f} GB/s" for name, rate in zip(SIDES, rates, strict=True)))
+    for number, name in enumerate(SIDES[1:], start=1):
+        ratio = statistics.median(t[number].wall / t[0].wall for t in times)
+        least = [min(t.cpu for t in sides[k]) for k in (number, 0)]
+        print(f"load : {name}, median ratio {ratio:.2f}, ratio of processor time {least[0] / least[1]:.2f}")
 
 
 if __name__ == "__main__":

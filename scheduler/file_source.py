@@ -1,8 +1,8 @@
 """A layer of a store whose experts lie in model files: taken as they are, or converted on the way.
 
-Bytes that are of the wanted format already go from the mapped file straight into the arena. Others are converted for
-one expert at a time, so that a thread needs room for one expert beside the store. Pages of the file are given
-up once they are read.
+Bytes that are of the wanted format already go from the file into the arena by compiled code, through a buffer of a
+tile. Others are read and converted for one expert at a time, so that a thread needs room for one expert beside the
+store. All are read by calls: a file that changes meanwhile is an error, and no file page becomes the process's own.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ from numpy.typing import NDArray
 
 from trilane.cpu_kernels.formats import FORMATS, Float32Array, Format, UInt8Array
 from trilane.cpu_kernels.layout import ExpertLayout
-from trilane.cpu_kernels.pack import ExpertPacker, address_of, pack_biases
+from trilane.cpu_kernels.pack import DONE, ExpertPacker, Rows, address_of, pack_biases
 from trilane.cpu_kernels.quantize import quantize_matrix
-from trilane.errors import StoreError
+from trilane.errors import ModelFileError, StoreError
 from trilane.readers.finder import gate_of
-from trilane.readers.mapped import MappedFile, ModelFiles, TensorInfo
+from trilane.readers.model_file import ModelFile, ModelFiles, TensorInfo
 from trilane.readers.moe import MatrixSource, MoeLayer, MoeModel
 from trilane.store_layers import GATELESS, MATRICES, Gate
 
@@ -60,6 +60,13 @@ def _runs(numbers: set[int]) -> str:
 class FileLayer:
     """One MoE layer of a model file; packs one expert at a time.
 
+    Parameters
+    ----------
+    files, layer, formats, gate, requantize
+        What to load, and how.
+    release : bool
+        Take pages of the files out of the system's cache again, where they were not in it before.
+
     Raises
     ------
     StoreError
@@ -67,9 +74,15 @@ class FileLayer:
     """
 
     def __init__(
-        self, files: ModelFiles, layer: MoeLayer, formats: Mapping[str, Format], gate: Gate, requantize: bool
+        self,
+        files: ModelFiles,
+        layer: MoeLayer,
+        formats: Mapping[str, Format],
+        gate: Gate,
+        requantize: bool,
+        release: bool = False,
     ) -> None:
-        self.gate, self.num_experts = gate, layer.num_experts
+        self.gate, self.num_experts, self._release = gate, layer.num_experts, release
         self._files, self._layer = files, layer
         self._check_gate()
         self._matrices = {
@@ -103,22 +116,24 @@ class FileLayer:
         """Write one expert's packed bytes to ``out``."""
         for path in self._used:
             self._files.files[path].check_unchanged()
-        for matrix in self._matrices.values():
-            matrix.fetch(expert)
+        fetched = [matrix for matrix in self._matrices.values() if matrix.prefetch(expert)]
         converted = {name: m.rows(expert) for name, m in self._matrices.items() if not m.is_direct}
-        addresses = [
-            address_of(converted[name]) if name in converted else self._address_in_file(name, expert)
+        rows = [
+            Rows(address_of(converted[name])) if name in converted else self._rows_in_file(name, expert)
             for name in MATRICES
         ]
-        self._packer.pack(out, *addresses)
+        outcome = self._packer.pack(out, *rows)
+        if outcome.code != DONE:
+            raise self._matrices[MATRICES[outcome.matrix]].read_error(expert, outcome.code)
         if self._biases:
             biases = [self._biases[name].values(expert) if name in self._biases else None for name in MATRICES]
             pack_biases(self.layout, out, biases)
-        for matrix in self._matrices.values():
-            matrix.drop(expert)
+        if self._release:
+            for matrix in fetched:
+                matrix.release(expert)
 
-    def _address_in_file(self, name: str, expert: int) -> int:
-        return self._matrices[name].address(expert) if name in self._matrices else 0
+    def _rows_in_file(self, name: str, expert: int) -> Rows:
+        return self._matrices[name].place(expert) if name in self._matrices else Rows()
 
 
 def _unsupported(tensor: TensorInfo) -> StoreError:
@@ -154,7 +169,7 @@ class MatrixReader:
 
     def _bytes(self, tensors: tuple[TensorInfo, ...], expert: int) -> UInt8Array:
         tensor, offset, nbytes = self._part(tensors, expert)
-        return self._files.files[tensor.path].bytes[offset : offset + nbytes]
+        return self._files.files[tensor.path].read(offset, nbytes, tensor)
 
     @property
     def is_direct(self) -> bool:
@@ -163,11 +178,16 @@ class MatrixReader:
         in_pieces = source.scales or source.transposed or source.row_step != 1
         return self.format is self._stored and not in_pieces
 
-    def address(self, expert: int) -> int:
-        """Where one expert's rows lie in memory; only if they are direct."""
+    def place(self, expert: int) -> Rows:
+        """Where one expert's rows lie in their file; only if they are direct."""
         tensor, offset, _ = self._part(self._source.tensors, expert)
         first = self._source.first_row * self._stored.row_source_nbytes(self._source.columns)
-        return self._files.files[tensor.path].address + offset + first
+        return Rows(offset + first, self._files.files[tensor.path].fd)
+
+    def read_error(self, expert: int, code: int) -> ModelFileError:
+        """The error of a read of one expert that ended with ``code``."""
+        tensor, _, _ = self._part(self._source.tensors, expert)
+        return self._files.files[tensor.path].read_error(code, tensor)
 
     def rows(self, expert: int) -> UInt8Array:
         """(rows, row bytes) uint8, contiguous: converted, where they are not direct."""
@@ -199,11 +219,7 @@ class MatrixReader:
 
     def _floats(self, expert: int) -> NDArray[np.generic]:
         source = self._source
-        raw = self._bytes(source.tensors, expert)
-        kind = np.dtype(FLOATS[source.format])
-        if address_of(raw) % kind.itemsize:
-            raw = raw.copy()  # the format promises no alignment
-        values = raw.view(kind)
+        values = self._bytes(source.tensors, expert).view(FLOATS[source.format])
         if source.transposed:
             return self._take(values.reshape(source.columns, -1).T)
         return self._take(values.reshape(-1, source.columns))
@@ -229,21 +245,20 @@ class MatrixReader:
         joined[:, :, 1:] = weights[:, :, :16] | weights[:, :, 16:] << 4
         return joined.reshape(len(pairs), -1)
 
-    def _places(self, expert: int) -> Iterator[tuple[MappedFile, int, int]]:
+    def _places(self, expert: int) -> Iterator[tuple[ModelFile, int, int]]:
         """(file, offset, length) of all bytes of one expert."""
         for tensors in filter(None, (self._source.tensors, self._source.scales)):
             tensor, offset, nbytes = self._part(tensors, expert)
             yield self._files.files[tensor.path], offset, nbytes
 
-    def fetch(self, expert: int) -> None:
-        """Have the system read one expert's bytes, if they are not in memory, in one go."""
-        for file, offset, nbytes in self._places(expert):
-            file.fetch(offset, nbytes)
+    def prefetch(self, expert: int) -> bool:
+        """Have the system begin to read one expert's bytes, if they are not in memory; whether some were not."""
+        return any([file.prefetch(offset, nbytes) for file, offset, nbytes in self._places(expert)])
 
-    def drop(self, expert: int) -> None:
-        """Give up the pages of one expert."""
+    def release(self, expert: int) -> None:
+        """Have the system's cache give up one expert's bytes."""
         for file, offset, nbytes in self._places(expert):
-            file.drop(offset, nbytes)
+            file.release(offset, nbytes)
 
 
 class BiasReader:
@@ -261,6 +276,6 @@ class BiasReader:
         fmt = FORMATS[source.format]
         width = tensor.nbytes // (source.num_experts if source.stacked else 1)
         start = tensor.offset + (expert * width if source.stacked else 0)
-        blocks = self._files.files[tensor.path].bytes[start : start + width].reshape(-1, fmt.block_nbytes)
+        blocks = self._files.files[tensor.path].read(start, width, tensor).reshape(-1, fmt.block_nbytes)
         stop = source.first_row + source.rows * source.row_step
         return fmt.dequantize(blocks).reshape(-1)[source.first_row : stop : source.row_step]

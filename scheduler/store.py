@@ -18,7 +18,7 @@ from trilane.errors import StoreError
 from trilane.file_source import FileLayer, choose_gate, choose_layers
 from trilane.readers.finder import find_experts
 from trilane.readers.gguf import open_gguf
-from trilane.readers.mapped import ModelFiles
+from trilane.readers.model_file import ModelFiles
 from trilane.readers.moe import MoeModel
 from trilane.readers.safetensors import open_safetensors
 from trilane.store_fill import Progress, fill

@@ -10,7 +10,7 @@ import pytest
 from trilane.errors import StoreError
 from trilane.readers.architectures import GGUF_GATES, SILU, GateKind, gate_of_config, gate_of_gguf
 from trilane.readers.finder import find_experts
-from trilane.readers.mapped import ModelFiles, TensorInfo
+from trilane.readers.model_file import ModelFiles, TensorInfo
 from trilane.readers.names import STACKED, read_checkpoint_name, read_gguf_name
 
 EXPERTS, HIDDEN, INTERMEDIATE = 3, 64, 96

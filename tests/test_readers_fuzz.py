@@ -17,7 +17,7 @@ from trilane import ExpertStore
 from trilane.errors import StoreError
 from trilane.readers.finder import find_experts
 from trilane.readers.gguf import parse_gguf
-from trilane.readers.mapped import ModelFiles
+from trilane.readers.model_file import ModelFiles
 from trilane.readers.safetensors import parse_safetensors
 
 HERE = Path("fuzzed")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import math
 import os
 import struct
@@ -15,7 +16,7 @@ from model_files import gguf_bytes, gguf_text, gguf_value
 from trilane.errors import ModelFileError
 from trilane.readers.gguf import open_gguf, parse_gguf
 from trilane.readers.gguf_types import BLOCK_TYPES
-from trilane.readers.mapped import MappedFile
+from trilane.readers.model_file import ModelFile
 
 HERE = Path("model.gguf")
 RAW = bytes(range(32)) * 8
@@ -177,17 +178,31 @@ def test_a_file_that_shrinks_is_noticed_before_it_is_read(tmp_path):
         files.bytes_of(files.tensors["a"])
 
 
-def test_pages_can_be_fetched_and_dropped(tmp_path):
+def test_a_file_that_shrinks_is_noticed_while_it_is_read(tmp_path):
+    path = tmp_path / "model.gguf"
+    path.write_bytes(gguf_bytes({"a": f32(2000)}, {"words": ["a" * 100] * 1000, "ids": (5, bytes(40000), 10000)}))
+    files = open_gguf(path)
+    (file,), tensor = files.files.values(), files.tensors["a"]
+    os.truncate(path, 1000)
+    with pytest.raises(ModelFileError, match=r"tensor 'a' .*: the file was changed while it was read"):
+        file.read(tensor.offset, tensor.nbytes, tensor)
+    for key in ("words", "ids"):  # values of the header that are read when they are asked for
+        with pytest.raises(ModelFileError, match=r"model.gguf: the file was changed while it was read"):
+            files.metadata[key]
+    assert "cannot be read (Input/output error); check the disk" in str(file.read_error(errno.EIO, tensor))
+
+
+def test_a_range_can_be_fetched_and_released(tmp_path):
     path = tmp_path / "model.gguf"
     path.write_bytes(bytes(range(256)) * 64)
-    file = MappedFile(path)
-    file.fetch(5000, 100)
-    file.drop(5000, 9000)
-    if hasattr(os, "posix_fadvise"):
-        os.posix_fadvise(file._fd, 0, 0, os.POSIX_FADV_DONTNEED)  # as after a start of the machine, if it can be so
-    file.fetch(5000, 9000)
-    file.drop(0, 0)
-    assert file.view(5000, 8).tolist() == [(5000 + k) % 256 for k in range(8)]
+    file = ModelFile(path)
+    assert not file.prefetch(0, 0)
+    file.prefetch(5000, 100)
+    file.release(5000, 9000)
+    file.release(0, 0)
+    file.prefetch(5000, 9000)
+    assert file.view(5000, 8).tolist() == file.read(5000, 8).tolist() == [(5000 + k) % 256 for k in range(8)]
+    assert file[16000:99999] == (bytes(range(256)) * 64)[16000:]
 
 
 # ------------------------------------------------------------------------------------------------ damaged headers

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 
 import numpy as np
 import pytest
@@ -21,6 +22,8 @@ from trilane import ExpertStore, ModelFileError, StoreError
 from trilane.cpu_kernels.formats import FORMATS, format_of
 from trilane.cpu_kernels.layout import unpack_expert
 from trilane.readers.finder import describe_experts
+from trilane.readers.gguf import open_gguf
+from trilane.readers.model_file import ModelFile
 from trilane.store import Gate
 
 HIDDEN, INTERMEDIATE, EXPERTS = 256, 512, 4
@@ -431,6 +434,31 @@ def test_a_file_that_changes_while_it_is_read(tmp_path):
         ExpertStore.from_gguf(path, threads=1, progress=cut)
 
 
+@pytest.mark.parametrize("last", ["up_exps.weight", "down_exps.weight", "down_exps.bias"])
+@pytest.mark.parametrize("formats", [None, {"up": "q8_0"}], ids=["as they are", "converted"])
+def test_a_file_cut_short_while_an_expert_is_read(last, formats, tmp_path, monkeypatch):
+    """Between the look at the file and the read of its bytes: a read of a mapping would end the process here."""
+    tensors = gguf_experts(0, arrays_of(bias=True), dict.fromkeys(("gate", "up", "down"), "bf16"))
+    tensors[f"blk.0.ffn_{last}"] = tensors.pop(f"blk.0.ffn_{last}")  # to the end of the file
+    path = write(tmp_path, gguf_bytes(tensors, {"general.architecture": "gpt-oss"}, pad_end=False))
+    end = path.stat().st_size - 1
+
+    def cut(file, offset, nbytes):
+        os.truncate(path, end)
+        return False
+
+    monkeypatch.setattr("trilane.readers.model_file.ModelFile.prefetch", cut)
+    monkeypatch.setattr("trilane.readers.model_file.ModelFile.check_unchanged", only_when_read)
+    with pytest.raises(ModelFileError, match=rf"tensor 'blk.0.ffn_{last}' .*: the file was changed while it was read"):
+        ExpertStore.from_gguf(path, formats=formats, threads=3)
+
+
+def only_when_read(file, what=None, check=ModelFile.check_unchanged):
+    """Looks at the file for the sake of a read that failed, and not before one."""
+    if what is not None:
+        check(file, what)
+
+
 def test_progress(tmp_path, capsys):
     path = write(tmp_path, gguf_bytes(gguf_experts(0, arrays_of(), ALL_Q4_K)))
     calls = []
@@ -454,8 +482,6 @@ def test_a_bar_on_a_terminal(tmp_path, monkeypatch, capsys):
 
 def test_memory_stays_at_the_store(tmp_path):
     """Pages of the file are given up as they are read: resident memory does not hold file and store at once."""
-    from trilane.readers.gguf import open_gguf
-
     arrays = random_experts(np.random.default_rng(0), 4, 256, 2048)
     path = write(tmp_path, gguf_bytes(gguf_experts(0, arrays, dict.fromkeys(arrays, "f32"))))
     store = ExpertStore.from_gguf(path)

@@ -20,7 +20,7 @@ from trilane.readers.architectures import (
 )
 from trilane.readers.gguf import open_gguf
 from trilane.readers.layer_parts import Parts, find_layer
-from trilane.readers.mapped import ModelFiles
+from trilane.readers.model_file import ModelFiles
 from trilane.readers.moe import LeftAlone, MoeLayer, MoeModel, expert_tensors
 from trilane.readers.names import ExpertName, read_checkpoint_name, read_gguf_name
 from trilane.readers.safetensors import open_safetensors

@@ -15,10 +15,10 @@ from pathlib import Path
 from typing import Any
 
 from trilane.errors import ModelFileError
-from trilane.readers.cursor import U32, U64, Cursor
+from trilane.readers.cursor import U32, U64, Cursor, Data
 from trilane.readers.gguf_types import BLOCK_TYPES, UINT32
 from trilane.readers.gguf_values import GgufMetadata, Place, read_places
-from trilane.readers.mapped import MappedFile, ModelFiles, TensorInfo
+from trilane.readers.model_file import ModelFile, ModelFiles, TensorInfo
 
 MAGIC = b"GGUF"
 VERSIONS = (2, 3)
@@ -31,13 +31,13 @@ SMALLEST_INFO_NBYTES = 8 + 4 + 4 + 8  # of a tensor without name and dimensions
 _SHARD = re.compile(r"(.+)-(\d{5})-of-(\d{5})\.gguf")
 
 
-def parse_gguf(data: Any, path: Path) -> tuple[dict[str, TensorInfo], GgufMetadata]:
+def parse_gguf(data: Data, path: Path) -> tuple[dict[str, TensorInfo], GgufMetadata]:
     """Read the header of a GGUF file.
 
     Parameters
     ----------
-    data : bytes or mmap
-        The whole file.
+    data : Data
+        The whole file: bytes, or an open file, of which only the header is read.
     path : Path
         For records and errors.
 
@@ -58,8 +58,7 @@ def parse_gguf(data: Any, path: Path) -> tuple[dict[str, TensorInfo], GgufMetada
 
 
 def _check_version(cursor: Cursor) -> None:
-    cursor.need(len(MAGIC), "the magic number")
-    magic = bytes(cursor.data[: len(MAGIC)])
+    magic = cursor.peek(len(MAGIC), "the magic number")
     if magic != MAGIC:
         raise cursor.error("the file", f"starts with {magic!r}, but a GGUF file starts with {MAGIC!r}; is it another?")
     cursor.at = len(MAGIC)
@@ -157,8 +156,8 @@ def open_gguf(path: str | Path) -> ModelFiles:
     """
     given = Path(path)
     paths = _shard_paths(_model_file(given))
-    files = {each: MappedFile(each) for each in paths}
-    parsed = {each: parse_gguf(file.map, each) for each, file in files.items()}
+    files = {each: ModelFile(each) for each in paths}
+    parsed = {each: parse_gguf(file, each) for each, file in files.items()}
     if len(paths) > 1 or _SHARD.fullmatch(paths[0].name):
         _check_shards(paths, parsed)
     else:

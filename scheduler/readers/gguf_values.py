@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from trilane.errors import ModelFileError
-from trilane.readers.cursor import U32, U64, Cursor
+from trilane.readers.cursor import U32, U64, Cursor, Data
 from trilane.readers.gguf_types import ARRAY, NUMPY_OF, SCALARS, STRING
 
 MAX_KEYS = 1 << 16
@@ -33,20 +33,20 @@ class Place(NamedTuple):
 class GgufMetadata(Mapping[str, Any]):
     """Key-value pairs: numbers, strings, NumPy arrays of numbers, lists of strings."""
 
-    def __init__(self, data: Any, path: Path, places: Mapping[str, Place]) -> None:
+    def __init__(self, data: Data, path: Path, places: Mapping[str, Place]) -> None:
         self._data, self._path, self._places = data, path, places
 
     def __getitem__(self, key: str) -> Any:
         place = self._places[key]
-        cursor = Cursor(self._data, self._path)
-        cursor.at = place.offset
+        cursor = Cursor(self._data, self._path, place.offset)
         if place.kind == STRING:
             return cursor.text(key, cursor.end)
         if place.kind != ARRAY:
             return cursor.take(SCALARS[place.kind], key)
         if place.item_kind == STRING:
             return [cursor.text(key, cursor.end) for _ in range(place.num_items)]
-        return np.frombuffer(self._data, NUMPY_OF[place.item_kind], place.num_items, place.offset)
+        kind = np.dtype(NUMPY_OF[place.item_kind])
+        return np.frombuffer(self._data[place.offset : place.offset + place.num_items * kind.itemsize], kind)
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._places)

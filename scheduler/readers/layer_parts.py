@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 from trilane.errors import StoreError
 from trilane.readers.architectures import text_config
-from trilane.readers.mapped import ModelFiles, TensorInfo
+from trilane.readers.model_file import ModelFiles, TensorInfo
 from trilane.readers.moe import MATRICES, MatrixSource, MoeLayer
 from trilane.readers.names import BIAS, BLOCKS, SCALES, STACKED, WEIGHT
 

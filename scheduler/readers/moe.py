@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from trilane.readers.architectures import GateKind
-from trilane.readers.mapped import TensorInfo
+from trilane.readers.model_file import TensorInfo
 
 MATRICES = ("gate", "up", "down")
 

@@ -14,9 +14,9 @@ from pathlib import Path
 from typing import Any, TypeGuard
 
 from trilane.errors import ModelFileError
-from trilane.readers.cursor import U64, Cursor
+from trilane.readers.cursor import U64, Cursor, Data
 from trilane.readers.json_text import MAX_NBYTES, parse_object, read_object
-from trilane.readers.mapped import MappedFile, ModelFiles, TensorInfo
+from trilane.readers.model_file import ModelFile, ModelFiles, TensorInfo
 
 INDEX_NAME, CONFIG_NAME, WHOLE_NAME = "model.safetensors.index.json", "config.json", "model.safetensors"
 METADATA_KEY = "__metadata__"
@@ -30,13 +30,13 @@ ELEMENT_BITS = {
 }  # fmt: skip
 
 
-def parse_safetensors(data: Any, path: Path) -> dict[str, TensorInfo]:
+def parse_safetensors(data: Data, path: Path) -> dict[str, TensorInfo]:
     """Read the header of a safetensors file.
 
     Parameters
     ----------
-    data : bytes or mmap
-        The whole file.
+    data : Data
+        The whole file: bytes, or an open file, of which only the header is read.
     path : Path
         For records and errors.
 
@@ -53,7 +53,7 @@ def parse_safetensors(data: Any, path: Path) -> dict[str, TensorInfo]:
         )
     cursor.need(nbytes, "the header")
     start = cursor.at + nbytes
-    header = parse_object(bytes(data[cursor.at : start]), path, "the header")
+    header = parse_object(data[cursor.at : start], path, "the header")
     header.pop(METADATA_KEY, None)
     if len(header) > MAX_TENSORS:
         raise cursor.error("the header", f"has {len(header)} tensors, but at most {MAX_TENSORS} are allowed")
@@ -130,10 +130,10 @@ def open_safetensors(path: str | Path) -> ModelFiles:
     given = Path(path)
     names = _file_names(given)
     folder = given if given.is_dir() else given.parent
-    files = {folder / name: MappedFile(folder / name) for name in names}
+    files = {folder / name: ModelFile(folder / name) for name in names}
     tensors: dict[str, TensorInfo] = {}
     for each, file in files.items():
-        for name, tensor in parse_safetensors(file.map, each).items():
+        for name, tensor in parse_safetensors(file, each).items():
             if name in tensors:
                 raise ModelFileError(f"{tensor}: is in {tensors[name].path.name} too; the files are not of one model")
             tensors[name] = tensor
