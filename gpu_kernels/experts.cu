@@ -405,13 +405,24 @@ DEV int read_item(const Step& step, const WorkList* list, int index, Work& work)
   return count;
 }
 
+// One thread: whether a list of the host's is that of this step.
+DEV bool is_there(const Step& step, const u32* sequence, int wait) {
+  if (wait) return wait_for(step, sequence, step.state->sequence);
+  return load_acquire_system(sequence) == step.state->sequence;
+}
+
 // All threads of block 0: a plan from host memory to `Step.plan`. Were every block to read it there, a thousand reads
-// of the same words would queue up. A plan of another step becomes an empty one, and fails the step.
-DEV void relay_plan(const Step& step, const Progress& progress, const WorkList* list, int max_items) {
+// of the same words would queue up. A plan of another step becomes an empty one, and fails the step; with `wait` it is
+// waited for.
+DEV void relay_plan(const Step& step, const Progress& progress, const WorkList* list, int max_items, int wait) {
+  __shared__ int ours;
   u32 clock = step.state->clock;
+  if (threadIdx.x == 0) {
+    ours = is_there(step, &list->sequence, wait);
+    if (!ours) fail(step, clock, wait ? ERROR_ABORTED : ERROR_STALE_PLAN);
+  }
+  __syncthreads();
   int count = min(*(const volatile int*)&list->count, max_items);
-  bool ours = load_acquire_system(&list->sequence) == step.state->sequence;
-  if (!ours && threadIdx.x == 0) fail(step, clock, ERROR_STALE_PLAN);
   int words = ours ? count * (int)(sizeof(Item) / 4) : 0;
   for (int i = threadIdx.x; i < words; i += blockDim.x) ((u32*)(step.plan + 1))[i] = ((const volatile u32*)(list + 1))[i];
   if (threadIdx.x == 0) step.plan->count = ours ? count : 0;
@@ -420,11 +431,14 @@ DEV void relay_plan(const Step& step, const Progress& progress, const WorkList* 
 }
 
 // The block behind those of a plan's items: the slot table as the plan wants it, for the look-ups of later steps.
-DEV void run_updates(const Step& step, const Updates* updates) {
-  if (load_acquire_system(&updates->sequence) == step.state->sequence)
-    apply_updates(step.table, updates);
-  else if (threadIdx.x == 0)
-    fail(step, step.state->clock, ERROR_STALE_PLAN);
+DEV void run_updates(const Step& step, const Updates* updates, int wait) {
+  __shared__ int ours;
+  if (threadIdx.x == 0) {
+    ours = is_there(step, &updates->sequence, wait);
+    if (!ours) fail(step, step.state->clock, wait ? ERROR_ABORTED : ERROR_STALE_PLAN);
+  }
+  __syncthreads();
+  if (ours) apply_updates(step.table, updates);
 }
 
 constexpr int BLOCKS = UpFormat::INT8 && DownFormat::INT8 ? 3 : 2;  // on a multiprocessor, at least
@@ -446,13 +460,13 @@ extern "C" __global__ void __launch_bounds__(256, BLOCKS)
 extern "C" __global__ void __launch_bounds__(256, BLOCKS)
     experts_plan(const __grid_constant__ Layer layer, const __grid_constant__ Step step,
                  const __grid_constant__ Progress progress, const __grid_constant__ Tiles tiles, const WorkList* list,
-                 const Updates* updates, int max_items) {
+                 const Updates* updates, int max_items, int wait) {
   DYNAMIC_SHARED(shared);
   __shared__ Work work;
   if (step.state->missing == 0) return;
   int index = blockIdx.x / CHUNKS;
-  if (index == max_items) return run_updates(step, updates);
-  if (blockIdx.x == 0) relay_plan(step, progress, list, max_items);
+  if (index == max_items) return run_updates(step, updates, wait);
+  if (blockIdx.x == 0) relay_plan(step, progress, list, max_items, wait);
   if (threadIdx.x == 0) work.task = blockIdx.x % CHUNKS;
   if (threadIdx.x < 32) wait_for_blocks(progress.relayed, 1, 1, step.state->clock);
   __syncthreads();

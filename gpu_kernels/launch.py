@@ -117,10 +117,20 @@ def hit_launch(layout: ExpertLayout, layer: Struct, step: Struct, progress: Stru
 
 
 def plan_launch(
-    layout: ExpertLayout, layer: Struct, step: Struct, progress: Struct, max_items: int, items: int, updates: int
+    layout: ExpertLayout,
+    layer: Struct,
+    step: Struct,
+    progress: Struct,
+    max_items: int,
+    items: int,
+    updates: int,
+    wait: bool = False,
 ) -> Launch:
-    """Blocks for up to ``max_items`` items of a plan, and one for its updates; both are addresses."""
-    more = (np.uint64(items), np.uint64(updates), np.int32(max_items))
+    """Blocks for up to ``max_items`` items of a plan, and one for its updates; both are addresses.
+
+    With ``wait`` the plan is waited for inside the kernel, until it is that of the step.
+    """
+    more = (np.uint64(items), np.uint64(updates), np.int32(max_items), np.int32(wait))
     return _experts_launch("experts_plan", layout, (layer, step, progress), max_items * CHUNKS + 1, more)
 
 

@@ -143,7 +143,7 @@ DEV int look_up(const Layer& layer, const Step& step, const Grouping& g, int num
     }
     hits += __popc(found);
   }
-  if (lane == 0) step.hits->count = hits, step.hits->sequence = clock;
+  if (lane == 0) step.hits->count = hits, step.hits->sequence = clock, step.state->routed += (u64)total;
   return total - hits;
 }
 

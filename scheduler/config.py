@@ -185,6 +185,15 @@ class CpuConfig(_Section):
     )
 
 
+class HostConfig(_Section):
+    """Host memory that a GPU reads."""
+
+    pin_limit: Size | None = Field(
+        default=None,
+        description="bytes of the experts that may be pinned, e.g. '48GiB'; null: all that the system lets us pin",
+    )
+
+
 class HostDeviceConfig(_Section):
     """Rates that the host device plays. None: the machine's own speed, nothing is played."""
 
@@ -223,8 +232,8 @@ class Config(BaseModel):
     Parameters
     ----------
     **sections
-        ``cache``, ``policy``, ``cpu``, ``host_device``, ``profile`` and ``record``, each a mapping or a section
-        object.
+        ``cache``, ``policy``, ``cpu``, ``host``, ``host_device``, ``profile`` and ``record``, each a mapping or a
+        section object.
 
     Raises
     ------
@@ -240,6 +249,7 @@ class Config(BaseModel):
     cache: CacheConfig = Field(default_factory=CacheConfig, description="the slots and who keeps them")
     policy: PolicyConfig = Field(default_factory=PolicyConfig, description="lanes and admission")
     cpu: CpuConfig = Field(default_factory=CpuConfig, description="the team of workers")
+    host: HostConfig = Field(default_factory=HostConfig, description="host memory that a GPU reads")
     host_device: HostDeviceConfig = Field(default_factory=HostDeviceConfig, description="rates to play")
     profile: ProfileConfig = Field(default_factory=ProfileConfig, description="the machine profile")
     record: RecordConfig = Field(default_factory=RecordConfig, description="what is written down")

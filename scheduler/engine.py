@@ -7,6 +7,7 @@ are turned into the public ones here.
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import weakref
 from collections.abc import Iterable, Iterator, Mapping
@@ -39,6 +40,9 @@ from trilane.recorder import Recorder, record_path
 from trilane.start_profile import start_profile
 from trilane.stats import Stats, make_stats
 from trilane.store import ExpertStore
+
+DEVICES = ("host", "cuda", "auto")
+log = logging.getLogger("trilane")
 
 
 @dataclass(frozen=True)
@@ -95,7 +99,8 @@ class ExpertScheduler:
         ``TRILANE_CACHE_SLOTS`` apply over a file, and where nothing is given; options that are passed as
         objects or mappings are taken as they are.
     device : str
-        ``"host"``: slots, link and device are played by the machine's own memory and cores.
+        ``"host"``: slots, link and device are played by the machine's own memory and cores. ``"cuda"``: an NVIDIA
+        GPU. ``"auto"``: the GPU if one can be used, else the host.
 
     Raises
     ------
@@ -126,21 +131,41 @@ class ExpertScheduler:
         config: Config | EffectiveConfig | Mapping[str, Any] | str | os.PathLike[str] | None = None,
         device: str = "host",
     ) -> None:
-        if device != "host":
-            raise DeviceError(f"device {device!r}: this release has the host device only; use device='host'")
+        if device not in DEVICES:
+            raise DeviceError(f"device {device!r}: there are {', '.join(map(repr, DEVICES))}; use one of them")
         self.store = store
         self.config = resolve_config(config)
         self._pid = os.getpid()
         self._ticket: Ticket | None = None
         self._failure: TrilaneError | None = None
-        self.profile = start_profile(profile, self.config)
+        self._steps: Any = None  # reads a caller's arrays for a GPU
         with _public_errors():
-            self._runner = HostRunner(store, self.config, knee=self.profile.knee())
+            self._runner: Any = self._open_gpu(device) if device != "host" else None
+            if self._runner is None:
+                self.profile = start_profile(profile, self.config)
+                self._runner = HostRunner(store, self.config, knee=self.profile.knee())
         self._finalizer = weakref.finalize(self, self._runner.close)
         with self._closing_on_error():
+            if self._steps is not None:
+                self.profile = start_profile(profile, self.config) if profile else self._steps.measure()
             self._runner.rates = rates_of_layers(self.profile, self._runner)
             if (path := record_path(self.config)) is not None:
                 self._runner.record(path)
+
+    def _open_gpu(self, device: str) -> Any:
+        """A runner on the GPU; None where the device is "auto" and no GPU can be used."""
+        from trilane.cuda_runner import CudaRunner
+        from trilane.cuda_steps import CudaSteps
+
+        try:
+            runner = CudaRunner(self.store, self.config)
+        except DeviceError as error:
+            if device == "cuda":
+                raise
+            log.info("device 'auto' is the host: %s", error)
+            return None
+        self._steps = CudaSteps(runner)
+        return runner
 
     # ------------------------------------------------------------------------------------------- running
     def forward(
@@ -166,8 +191,9 @@ class ExpertScheduler:
             Router weights, used as float32.
         out : array (rows, hidden), optional
             Where the result goes; any of the float types. It may be ``hidden`` itself.
-        stream : None
-            Streams belong to GPU devices.
+        stream : int or stream object, optional
+            On a GPU: where the step runs; a handle, a torch or CuPy stream, or an object with ``__cuda_stream__``.
+            None: the current stream of the library that ``hidden`` comes from. The host device takes none.
 
         Returns
         -------
@@ -194,6 +220,10 @@ class ExpertScheduler:
         run in parts, of which only the last is still in flight on return.
         """
         self._check_usable()
+        if self._steps is not None:
+            with self._failing():
+                on_gpu = self._steps.submit(self._check_layer(layer), hidden, topk_ids, topk_weights, out, stream)
+            return Ticket(layer, on_gpu.result, (on_gpu,))
         if stream is not None:
             raise ArrayError(f"stream: {stream!r}, but the host device has no streams; leave it out")
         if self._ticket is not None:
@@ -221,6 +251,11 @@ class ExpertScheduler:
         if ticket.done:
             return ticket._result
         self._check_usable()
+        if self._steps is not None:
+            with self._failing():
+                self._steps.finish(ticket._held[0])
+            ticket.done = True
+            return ticket._result
         if ticket is not self._ticket:
             raise TrilaneError("wait: that ticket is not in flight; wait once for what submit() returned")
         self._ticket = None
@@ -309,10 +344,10 @@ class ExpertScheduler:
         runner = self._runner
         return make_stats(
             totals,
-            bytes_pinned=0,
-            bytes_pageable=self.store.nbytes,
-            inactive=_inactive(self.config, len(runner.tables.slot_address), runner.recorder),
-            played=runner.device.played.given(),
+            bytes_pinned=runner.pinned_nbytes,
+            bytes_pageable=self.store.nbytes - runner.pinned_nbytes,
+            inactive=_inactive(self.config, runner.num_slots, runner.recorder) | runner.notes(),
+            played=runner.played.given(),
         )
 
     # -------------------------------------------------------------------------------------------- ending
@@ -397,5 +432,4 @@ def _inactive(config: Config, num_slots: int, recorder: Recorder | None) -> dict
     if recorder is not None and recorder.failure is not None:
         reasons["record"] = f"the recording ended: {recorder.failure}"
         reasons.setdefault("stream", "there are no slots to stream to")
-    reasons["pinned"] = "the host device needs no pinned memory"
     return reasons

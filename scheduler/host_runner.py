@@ -81,7 +81,8 @@ class StepInput:
     out_element: str
 
 
-def _available_isa(isa: str) -> str:
+def available_isa(isa: str) -> str:
+    """An instruction set as configured, if this CPU has it."""
     if isa != "auto" and isa not in available_isas():
         problem = f"is {isa!r}, but this CPU has {', '.join(available_isas())}: use one of them, or 'auto'"
         raise ConfigError([Problem("cpu.isa", problem)])
@@ -101,7 +102,7 @@ class HostRunner:
 
     def __init__(self, store: ExpertStore, config: Config, *, knee: int | None = None) -> None:
         self.store, self.config = store, config
-        isa = _available_isa(config.cpu.isa)
+        isa = available_isa(config.cpu.isa)
         self.geometry = store_geometry(store)
         slot_nbytes = int(self.geometry.shard_nbytes.max())
         self._num_slots = num_slots(config, self.geometry)
@@ -193,6 +194,30 @@ class HostRunner:
         before, self.options = self.options, options
         self._run = Stash(self._run.held._replace(options=options))
         return before
+
+    @property
+    def num_slots(self) -> int:
+        """Slots in all."""
+        return self._num_slots
+
+    @property
+    def num_threads(self) -> int:
+        """Workers of the CPU lane."""
+        return self.device.num_threads
+
+    @property
+    def played(self) -> PlayedRates:
+        """The rates that lanes play."""
+        return self.device.played
+
+    @property
+    def pinned_nbytes(self) -> int:
+        """Bytes of the store in pinned memory."""
+        return 0
+
+    def notes(self) -> dict[str, str]:
+        """What is inactive on this device, with the reason."""
+        return {"pinned": "the host device needs no pinned memory"}
 
     def num_slots_of(self, layer: int) -> int:
         """Slots of the pool that a layer's shards go to."""

@@ -126,7 +126,7 @@ def lay_out_step(tables, ws, grouping, plan, layer, num_experts, counts):
             if lane >= 0:
                 index = ws.cursor[lane]
                 ws.cursor[lane] = index + 1
-                _lay_out_shard(tables, ws, grouping, plan, layer, i, j, index)
+                lay_out_shard(tables, ws, grouping, plan, layer, i, j, index)
                 if lane == STREAM or lane == ZERO_COPY:
                     _lay_out_piece(tables, ws, grouping, plan, layer, i, j, index, counts)
     _set_jobs(tables, ws, layer, counts)
@@ -145,18 +145,18 @@ def _count_lanes(ws, plan, num, counts):
 
 
 @compiled(counted=False)
-def _source_address(tables, layer, expert, j):
+def source_address(tables, layer, expert, j):
     start = tables.expert_base[layer] + expert * tables.expert_stride[layer]
     return start + tables.descriptor[layer, j, layout.OFFSET]
 
 
 @compiled(counted=False)
-def _lay_out_shard(tables, ws, grouping, plan, layer, i, j, index):
+def lay_out_shard(tables, ws, grouping, plan, layer, i, j, index):
     """The item of shard ``j`` of the ``i``-th expert: weights from its slot or from the arena, rows, scratch."""
     num_shards = tables.num_shards[layer]
     lane, slot = plan.lane[i * num_shards + j], plan.slot[i * num_shards + j]
     block, where = ws.shards[index], tables.descriptor[layer, j]
-    weights = _source_address(tables, layer, grouping.experts[i], j)
+    weights = source_address(tables, layer, grouping.experts[i], j)
     if lane == HIT or lane == STREAM:
         weights = tables.slot_address[slot]
     set_weights(block, where, weights)
@@ -185,7 +185,7 @@ def _lay_out_piece(tables, ws, grouping, plan, layer, i, j, index, counts):
     piece = ws.pieces[number]
     nbytes = tables.descriptor[layer, j, layout.NBYTES]
     slot = plan.slot[at]
-    piece[Piece.SOURCE] = _source_address(tables, layer, grouping.experts[i], j)
+    piece[Piece.SOURCE] = source_address(tables, layer, grouping.experts[i], j)
     piece[Piece.DESTINATION] = tables.slot_address[slot] if slot >= 0 else 0
     piece[Piece.NBYTES] = nbytes
     piece[Piece.SHARD] = 0 if streamed else shard
@@ -215,11 +215,11 @@ def _set_jobs(tables, ws, layer, counts):
     team[TeamJob.SHARDS] = shards + 8 * Shard.SIZE * (counts[HIT] + counts[STREAM])
     team[TeamJob.NUM_SHARDS] = counts[CPU]
     if counts[CPU] > 0:
-        _cut_tasks(tables, team, layer, counts[CPU])
+        cut_tasks(tables, team, layer, counts[CPU])
 
 
 @compiled(counted=False)
-def _cut_tasks(tables, team, layer, num_shards):
+def cut_tasks(tables, team, layer, num_shards):
     """Chunks a shard, so that each worker gets about TASKS_PER_THREAD tasks; one worker needs no cutting."""
     wanted = 1 if tables.num_threads == 1 else -(-TASKS_PER_THREAD * tables.num_threads // num_shards)
     neurons = tables.descriptor[layer, 0, layout.NEURONS]

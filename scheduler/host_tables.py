@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from typing import Protocol
+
 import numpy as np
 
 from trilane.cpu_kernels.activation import F32_BLOCK_NBYTES, RECORD_NBYTES
 from trilane.cpu_kernels.gate import GATES
-from trilane.cpu_kernels.host_device import HostDevice
+from trilane.cpu_kernels.host_device import PlayedRates
 from trilane.cpu_kernels.isa import best_isa
 from trilane.cpu_kernels.layout import NUM_COLUMNS
 from trilane.cpu_kernels.shard_words import layer_words
@@ -24,7 +26,15 @@ def store_geometry(store: ExpertStore) -> Geometry:
     )
 
 
-def make_tables(store: ExpertStore, device: HostDevice, isa: str) -> Tables:
+class LanesDevice(Protocol):
+    """What tables hold of a device: addresses of its slots, workers of the CPU lane, rates that are played."""
+
+    slot_address: np.ndarray
+    num_threads: int
+    played: PlayedRates
+
+
+def make_tables(store: ExpertStore, device: LanesDevice, isa: str) -> Tables:
     """Tables of a store on a device, with row kernels of an instruction set ("auto": the best)."""
     layers = store.layers
     isa = best_isa() if isa == "auto" else isa
@@ -62,7 +72,7 @@ def _layer_words(layer: StoreLayer, isa: str) -> np.ndarray:
     return layer_words(layer.layout, GATES[gate.kind], gate.alpha, gate.limit, isa)
 
 
-def _played_ns(device: HostDevice) -> np.ndarray:
+def _played_ns(device: LanesDevice) -> np.ndarray:
     played = np.zeros(NUM_PLAYED)
     for place, name in (
         (LINK_NS, "link_gb_s"),

@@ -6,12 +6,12 @@ A lane can only act slower than it is: where a played rate is above what the mac
 from __future__ import annotations
 
 import logging
+from typing import Any
 
 import numpy as np
 
 from trilane.cost import Rates
 from trilane.errors import ProfileError
-from trilane.host_runner import HostRunner
 from trilane.profile import MachineProfile, play
 from trilane.store import StoreLayer
 
@@ -32,7 +32,7 @@ def layer_formats(layer: StoreLayer) -> dict[str, float]:
     return found
 
 
-def rates_of_layers(profile: MachineProfile, runner: HostRunner) -> list[Rates]:
+def rates_of_layers(profile: MachineProfile, runner: Any) -> list[Rates]:
     """The cost model's constants for each layer of the runner's store.
 
     Raises
@@ -40,7 +40,7 @@ def rates_of_layers(profile: MachineProfile, runner: HostRunner) -> list[Rates]:
     ProfileError
         The profile has no rate for a layer's formats.
     """
-    played, threads = runner.device.played.given(), runner.device.num_threads
+    played, threads = runner.played.given(), runner.num_threads
     by_formats: dict[tuple, Rates] = {}  # layers of one kind share theirs
     rates = []
     for layer in runner.store.layers:

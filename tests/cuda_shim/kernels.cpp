@@ -15,8 +15,9 @@ extern "C" int run_experts_hit(u32 x, u32 y, u32 threads, const Layer* layer, co
 }
 
 extern "C" int run_experts_plan(u32 x, u32 y, u32 threads, const Layer* layer, const Step* step, const Progress* progress,
-                                const Tiles* tiles, const WorkList* list, const Updates* updates, int max_items) {
-  return shim::launch(x, y, threads, [=] { experts_plan(*layer, *step, *progress, *tiles, list, updates, max_items); });
+                                const Tiles* tiles, const WorkList* list, const Updates* updates, int max_items,
+                                int wait) {
+  return shim::launch(x, y, threads, [=] { experts_plan(*layer, *step, *progress, *tiles, list, updates, max_items, wait); });
 }
 
 extern "C" int run_combine(u32 x, u32 y, u32 threads, const Layer* layer, const Step* step) {

@@ -1,0 +1,109 @@
+"""Driver calls from compiled code: a table of function addresses, and the calls through it.
+
+A thread without an interpreter gets the address of the table and calls by place. CUDA's driver fills a table
+(driver.py), and so does whatever plays one. The file knows signatures, and not what a call is for.
+"""
+
+from __future__ import annotations
+
+from enum import IntEnum
+from typing import Any
+
+import numpy as np
+from llvmlite import ir
+from numba import types
+from numba.extending import intrinsic
+
+from trilane.jit import compiled
+
+_I32, _I64 = ir.IntType(32), ir.IntType(64)
+LAUNCH_ARGUMENTS = 11  # of cuLaunchKernel
+SUCCESS = 0
+
+
+class Call(IntEnum):
+    """Places in the table; all functions take integers and pointers and return an int32 status, 0 for success."""
+
+    SET_CONTEXT = 0  # (context)
+    COPY_TO_DEVICE = 1  # (destination, source, nbytes, stream)
+    WRITE_VALUE = 2  # (stream, address, value, flags)
+    LAUNCH_KERNEL = 3  # (function, grid x 3, block x 3, shared bytes, stream, parameters, extra)
+    LAUNCH_GRAPH = 4  # (graph, stream)
+    SIZE = 8
+
+
+def _call(builder: Any, table: Any, place: Any, args: Any) -> Any:
+    """Call the function in a place of the table; integers narrower than a register travel in whole ones."""
+    cell = builder.inttoptr(builder.add(table, builder.shl(place, ir.Constant(_I64, 3))), _I64.as_pointer())
+    kind = ir.FunctionType(_I32, [_I64] * len(args))
+    return builder.sext(builder.call(builder.inttoptr(builder.load(cell), kind.as_pointer()), args), _I64)
+
+
+@intrinsic
+def _call_four(typingctx: Any, table: Any, place: Any, a: Any, b: Any, c: Any, d: Any) -> Any:
+    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        return _call(builder, args[0], args[1], args[2:])
+
+    return types.int64(*[types.int64] * 6), codegen
+
+
+@intrinsic
+def _call_launch(typingctx: Any, table: Any, block: Any, stream: Any) -> Any:
+    """cuLaunchKernel with its arguments from a block of words, and this stream."""
+
+    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        words = builder.inttoptr(args[1], _I64.as_pointer())
+        values = [builder.load(builder.gep(words, [ir.Constant(_I32, k)])) for k in range(LAUNCH_ARGUMENTS)]
+        values[8] = args[2]
+        return _call(builder, args[0], ir.Constant(_I64, int(Call.LAUNCH_KERNEL)), values)
+
+    return types.int64(*[types.int64] * 3), codegen
+
+
+@compiled
+def set_context(table, context):
+    """Make the context current for the calling thread; the status."""
+    return _call_four(table, Call.SET_CONTEXT, context, 0, 0, 0)
+
+
+@compiled
+def copy_to_device(table, destination, source, nbytes, stream):
+    """Put a copy from host memory on a stream; the status. From pageable memory it returns when that is read."""
+    return _call_four(table, Call.COPY_TO_DEVICE, destination, source, nbytes, stream)
+
+
+@compiled
+def write_value(table, stream, address, value):
+    """Let the stream write a uint32 when what is before it is done; the status."""
+    return _call_four(table, Call.WRITE_VALUE, stream, address, value, 0)
+
+
+@compiled
+def launch_graph(table, graph, stream):
+    """Launch an instantiated graph; the status."""
+    return _call_four(table, Call.LAUNCH_GRAPH, graph, stream, 0, 0)
+
+
+@compiled
+def launch_all(table, blocks, num_blocks, stream):
+    """Launch kernels in order from blocks of LAUNCH_ARGUMENTS words; the first status that is not 0, else 0."""
+    for k in range(num_blocks):
+        status = _call_launch(table, blocks + 8 * LAUNCH_ARGUMENTS * k, stream)
+        if status != SUCCESS:
+            return status
+    return 0
+
+
+def compile_calls() -> None:
+    """Compile what Python calls, so that no step waits for a compiler."""
+    word = types.int64
+    launch_all.compile((word,) * 4)
+    launch_graph.compile((word,) * 3)
+
+
+def make_table(addresses: dict[Call, int]) -> np.ndarray:
+    """An int64 table with these functions; what is missing is 0 and must not be called."""
+    table = np.zeros(Call.SIZE, np.int64)
+    for place, address in addresses.items():
+        table[place] = address
+    return table

@@ -1,0 +1,250 @@
+"""The control thread of the CUDA device: answers the GPU's misses without an interpreter, from mailbox to flags.
+
+It looks at the mailbox, plans, starts the CPU lane, releases the plan to the GPU, issues the copies, and releases
+the CPU lane's parts; then it counts what happened. Between two misses it moves background fills on. The watchdog,
+a second thread, ends waits of the GPU that nobody answers. What a plan is, the planner decides.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import numpy as np
+
+from trilane.accounts import account_step, account_wave
+from trilane.cpu_kernels.atomics import load_at, mono_ns, pause, sleep_ns, store32_at, store_at
+from trilane.cpu_kernels.float_env import TASK_SIGNATURE
+from trilane.cpu_kernels.host_workspace import Part
+from trilane.cpu_kernels.jobs import ENDED, TIMED_OUT, job_error, post_job, wait_job
+from trilane.cpu_kernels.words import TeamJob, copy_bytes, word
+from trilane.cuda_fills import copy_by_segment, tend_fills
+from trilane.cuda_mail import num_groups_of, take_mail
+from trilane.cuda_plan import NUM_COPIES, NUM_CPU, NUM_ITEMS, NUM_UPDATES, lay_out_plan, release_list
+from trilane.cuda_words import END, Control, Failure, Fault, Marks, Place, fail, u32_at
+from trilane.eviction import settle_expert, touch_expert
+from trilane.gpu_kernels.driver_calls import set_context, write_value
+from trilane.host_step import cut_tasks, point_rows
+from trilane.jit import compiled, native
+from trilane.journal import write_plan
+from trilane.planner import plan_layer
+from trilane.stash import on_stashes
+from trilane.state import LRU
+
+TEAM_SLICE_NS = 5_000_000
+WATCH_NS = 5_000_000
+PAUSES = 4  # between two looks while hot
+INJECTED = 999  # the status of a copy that a test lets fail
+
+
+# ----------------------------------------------------------------------------------------- one step's answer
+@compiled(counted=False)
+def answer_mail(run, rates):
+    """Everything that the GPU waits for in the step whose mailbox was taken, then the bookkeeping."""
+    begin = mono_ns()
+    wire, g = run.wire, run.grouping
+    layer, clock = wire.control[Control.TAKEN_LAYER], wire.control[Control.CLOCK]
+    num_experts = num_groups_of(wire)
+    plan_layer(run.state, run.geometry, rates, run.options, layer, g.experts, g.rows, num_experts, clock, run.work)
+    plan_ns = mono_ns() - begin
+    marks = Marks(run.work.lane, run.work.slot, run.work.victim, run.work.run)
+    lay_out_plan(wire, run.tables, run.ws, g, marks, run.geometry.first_shard[layer], layer, num_experts)
+    sequence = wire.control[Control.SEQUENCE]
+    ticket = _post_team(wire, run.tables, run.ws, g, layer, num_experts)
+    wire.control[Control.COPIES] = wire.counts[NUM_COPIES]
+    release_list(wire.places[Place.PLAN_LIST], wire.counts[NUM_ITEMS], sequence)
+    release_list(wire.places[Place.UPDATES], wire.counts[NUM_UPDATES], sequence)
+    _issue_copies(wire, sequence)
+    if _await_team(wire, ticket):
+        store32_at(wire.places[Place.CPU_FLAG], np.int32(sequence))
+    wire.control[Control.ANSWERED] = sequence
+    write_plan(run.journal, run.geometry, layer, clock, g.experts, g.rows, num_experts, run.work)
+    run.lane_us[:] = 0.0
+    account_wave(run.totals, run.work, run.ws, run.lane_us)
+    account_step(
+        run.totals, run.journal, layer, num_experts, wire.control[Control.NUM_ROWS],
+        run.geometry.num_shards[layer], run.lane_us, (mono_ns() - begin) / 1e3, plan_ns / 1e3,
+    )  # fmt: skip
+    first = run.geometry.first_expert[layer]
+    for i in range(num_experts):
+        run.seen[first + g.experts[i]] = clock
+    _count_hits(run.seen, run.state, run.geometry, wire.places[Place.STAMPS], clock)
+
+
+@compiled(counted=False)
+def _post_team(wire, tables, ws, grouping, layer, num_experts):
+    """Start the CPU lane on its shards; its ticket, 0 without any."""
+    team = ws.team_job
+    team[:] = 0
+    if wire.counts[NUM_CPU] == 0:
+        return 0
+    positions = 0
+    for i in range(num_experts):
+        positions += grouping.rows[i]
+    _take_records(wire, tables, ws, layer)
+    strides = wire.places[Place.INT8_STRIDE], wire.places[Place.FLOATS_STRIDE]
+    point_rows(tables, ws, grouping, layer, positions, strides[0], strides[1])
+    team[TeamJob.LAYER] = tables.layer_address[layer]
+    team[TeamJob.SHARDS] = ws.address[Part.SHARDS]
+    team[TeamJob.NUM_SHARDS] = wire.counts[NUM_CPU]
+    cut_tasks(tables, team, layer, wire.counts[NUM_CPU])
+    team[TeamJob.POSTED_NS] = mono_ns()
+    tasks = team[TeamJob.NUM_SHARDS] * (team[TeamJob.UP_CHUNKS] + team[TeamJob.DOWN_CHUNKS])
+    return post_job(wire.places[Place.TEAM], wire.places[Place.TEAM_TASK], ws.address[Part.TEAM_BLOCK], tasks)
+
+
+@compiled(counted=False)
+def _take_records(wire, tables, ws, layer):
+    """Copy the rows' records to plain memory: each worker reads them again for every row of weights."""
+    rows, int8 = wire.control[Control.NUM_ROWS], tables.gate_int8[layer] + tables.up_int8[layer]
+    if int8 > 0:
+        copy_bytes(ws.address[Part.INT8], wire.places[Place.MAIL_RECORDS], rows * wire.places[Place.INT8_STRIDE])
+    if tables.up_int8[layer] == 0 or tables.gate_int8[layer] == 0:
+        copy_bytes(ws.address[Part.FLOATS], wire.places[Place.MAIL_FLOATS], rows * wire.places[Place.FLOATS_STRIDE])
+
+
+@compiled(counted=False)
+def _issue_copies(wire, sequence):
+    """Put the streamed shards on the copy stream, each copy with a flag behind it."""
+    driver, stream = wire.places[Place.DRIVER], wire.places[Place.COPY_STREAM]
+    num = wire.counts[NUM_COPIES]
+    for k in range(num):
+        copy = wire.copies[k]
+        status = copy_by_segment(wire, copy[0], copy[1], copy[2], stream)
+        if wire.control[Control.FAULT] == Fault.COPY:
+            status = INJECTED
+        if status == 0 and wire.control[Control.FAULT] != Fault.LOST_FLAG:
+            status = write_value(driver, stream, wire.places[Place.COPY_FLAGS] + 4 * k, sequence)
+        if status != 0:
+            fail(wire, Failure.COPY, status)
+            return
+    if num > 0 and wire.control[Control.FAULT] != Fault.LOST_FLAG:
+        write_value(driver, stream, wire.places[Place.COPIED], sequence)
+
+
+@compiled(counted=False)
+def _await_team(wire, ticket):
+    """Wait for the CPU lane; False if its parts will never be there."""
+    if ticket == 0:
+        return True
+    team, status = wire.places[Place.TEAM], TIMED_OUT
+    while ticket > 0 and status == TIMED_OUT:
+        status = wait_job(team, ticket, TEAM_SLICE_NS)
+        if wire.control[Control.STOP] != 0 and status != ENDED:
+            return False
+    if ticket > 0 and status == ENDED and job_error(team, ticket) == 0:
+        return True
+    fail(wire, Failure.TEAM, job_error(team, ticket) if ticket > 0 and status == ENDED else -1 - status)
+    return False
+
+
+# ------------------------------------------------------------------------------------------- what happened
+@compiled(counted=False)
+def _count_hits(seen, state, geometry, stamps, clock):
+    """Uses in steps without misses, which only the GPU saw: its stamps say when an expert was last routed to."""
+    for expert in range(seen.size):
+        stamp = clock - ((clock - u32_at(stamps + 4 * expert)) & 0xFFFFFFFF)
+        if stamp > seen[expert]:
+            seen[expert] = stamp
+            if state.eviction == LRU:
+                state.score[expert] = max(state.score[expert], float(stamp))
+                settle_expert(state, state.pool_of[geometry.layer_of[expert]], expert)
+            else:
+                touch_expert(state, geometry, expert, state.clock[0])
+
+
+# ------------------------------------------------------------------------------------------------ threads
+@compiled
+def control_word(words, place):
+    """A word of the control block, as another thread left it."""
+    return load_at(words + 8 * place)
+
+
+@compiled
+def _let_hold(words):
+    """Let the host have the state for as long as it wants it."""
+    store_at(words + 8 * Control.HELD, 1)
+    while control_word(words, Control.HOLD) != 0 and control_word(words, Control.STOP) == 0:
+        sleep_ns(20_000)
+    store_at(words + 8 * Control.HELD, 0)
+
+
+@compiled
+def _rest(words, idle_ns):
+    if idle_ns < control_word(words, Control.HOT_NS):
+        for _ in range(PAUSES):
+            pause()
+    else:
+        sleep_ns(control_word(words, Control.NAP_NS))
+
+
+@compiled(counted=False)
+def look(run):
+    """The layer of a new mailbox, -1 without one, or where nothing may run any more."""
+    if run.wire.control[Control.FAILURE] != Failure.NONE:
+        return -1
+    layer = take_mail(run.wire, run.grouping, run.geometry.num_layers)
+    run.wire.control[Control.TAKEN_LAYER] = layer
+    return layer
+
+
+@functools.cache
+def control_task(run_kind: Any, rates_kind: Any) -> Any:
+    """The control thread's task for stashes of these types; its block: Block words."""
+    take, tend, answer = (
+        on_stashes(look, run_kind),
+        on_stashes(tend_fills, run_kind),
+        on_stashes(answer_mail, run_kind, rates_kind),
+    )
+
+    @native(TASK_SIGNATURE)
+    def control(block, task, worker):
+        words = word(block, 0)
+        set_context(word(block, 3), word(block, 4))
+        last = mono_ns()
+        while control_word(words, Control.STOP) == 0:
+            if control_word(words, Control.HOLD) != 0:
+                _let_hold(words)
+            elif control_word(words, Control.FAULT) == Fault.DEAF:
+                sleep_ns(1_000_000)
+            else:
+                run = load_at(block + 8)
+                layer = take(run)
+                if layer >= 0:
+                    answer(run, word(word(block, 2), layer))
+                    last = mono_ns()
+                elif tend(run):
+                    last = mono_ns()
+                else:
+                    _rest(words, mono_ns() - last)
+        return 0
+
+    return control
+
+
+@functools.cache
+def watch_task() -> Any:
+    """The watchdog's task; its block: control words, addresses of the mailbox, the abort word, the last copy's flag."""
+
+    @native(TASK_SIGNATURE)
+    def watch(block, task, worker):
+        words, begin, before = word(block, 0), np.int64(0), np.int64(0)
+        while control_word(words, Control.STOP) == 0:
+            sleep_ns(WATCH_NS)
+            sequence = u32_at(word(block, 1) + END)
+            copies = control_word(words, Control.COPIES)
+            waits = sequence != control_word(words, Control.ANSWERED)
+            if not waits and copies > 0:
+                waits = u32_at(word(block, 3)) != sequence
+            now = mono_ns()
+            if not waits:
+                begin = 0
+            elif begin == 0 or sequence != before:
+                begin, before = now, sequence
+            elif now - begin > control_word(words, Control.STALL_NS):
+                if control_word(words, Control.FAILURE) == Failure.NONE:
+                    store_at(words + 8 * Control.FAILURE, Failure.STALLED)
+                store32_at(word(block, 2), np.int32(1))
+        return 0
+
+    return watch

@@ -1,0 +1,130 @@
+"""Background fills on the CUDA device: slots change hands while the GPU looks slots up without asking anybody.
+
+The slot table is written by the GPU's own stream alone: it applies a *pending* list of changes in ``publish``, after
+the look-ups of that step, and acknowledges it. So a fill goes through stages, each ended by such an answer:
+
+1. INVALIDATING: the victims' entries become -1. The step that acknowledges may still read their slots.
+2. SETTLING: an empty list is acknowledged by a later step, so that step is over.
+3. COPYING: one shard after the other, so that a demand waits for one at most.
+4. VALIDATING: the new entries are acknowledged. Only now may the planner hit or evict them.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from trilane.cpu_kernels import layout
+from trilane.cuda_plan import add_update, release_list
+from trilane.cuda_words import Control, Failure, Fault, Fills, Place, Stage, fail, u32_at
+from trilane.expert import expert_of
+from trilane.gpu_kernels.driver_calls import copy_to_device, write_value
+from trilane.host_step import source_address
+from trilane.jit import compiled
+from trilane.planner import plan_fills
+from trilane.residency import drop_fill, land_fill
+from trilane.stats import Total
+
+
+@compiled(counted=False)
+def begin_fills(run):
+    """Reserve slots for the hinted experts and post their victims; how many fills are on their way."""
+    control = run.wire.control
+    if control[Control.FILL_STAGE] != Stage.IDLE or control[Control.FAILURE] != Failure.NONE:
+        return 0
+    layer, num_hints, clock = control[Control.HINT_LAYER], control[Control.NUM_HINTS], run.state.clock[0]
+    num = plan_fills(run.state, run.geometry, run.options, layer, run.hints, num_hints, clock, run.fills)
+    fills = Fills(run.fills.fill_shard, run.fills.fill_slot, run.fills.fill_victim)
+    kept = victims = 0
+    for k in range(num):
+        if fills.victim[k] >= 0:
+            add_update(run.wire.places[Place.PENDING], victims, fills.victim[k], -1)
+            victims += 1
+        source, nbytes = _source(run.geometry, run.tables, fills.shard[k])
+        if source + nbytes <= run.wire.places[Place.PINNED_END]:
+            fills.shard[kept], fills.slot[kept] = fills.shard[k], fills.slot[k]
+            kept += 1
+        else:  # a copy from pageable memory would hold this thread up
+            drop_fill(run.state, run.geometry, fills.slot[k], fills.shard[k])
+    if num > 0:
+        control[Control.NUM_FILLS], control[Control.FILLS_DONE] = kept, 0
+        _post(run.wire, victims, Stage.INVALIDATING)
+    return kept
+
+
+@compiled(counted=False)
+def _source(geometry, tables, shard):
+    """Address and bytes of a shard key in host memory."""
+    expert = expert_of(geometry, shard)
+    layer = np.int64(geometry.layer_of[expert])
+    inner = expert - geometry.first_expert[layer]
+    j = shard - geometry.first_shard[layer] - inner * geometry.num_shards[layer]
+    return source_address(tables, layer, inner, j), tables.descriptor[layer, j, layout.NBYTES]
+
+
+@compiled(counted=False)
+def copy_by_segment(wire, destination, source, nbytes, stream):
+    """Put a copy on a stream, in as many pieces as registrations of pinned memory hold its source; the status."""
+    driver, size = wire.places[Place.DRIVER], wire.places[Place.SEGMENT_NBYTES]
+    while nbytes > 0:
+        part, left = nbytes, wire.places[Place.PINNED_END] - source
+        if left > 0:
+            part = min(nbytes, left, size - (source - wire.places[Place.PINNED_START]) % size)
+        status = copy_to_device(driver, destination, source, part, stream)
+        if status != 0:
+            return status
+        destination, source, nbytes = destination + part, source + part, nbytes - part
+    return 0
+
+
+@compiled(counted=False)
+def _post(wire, count, stage):
+    wire.control[Control.PENDING] = (wire.control[Control.PENDING] + 1) & 0xFFFFFFFF
+    release_list(wire.places[Place.PENDING], count, wire.control[Control.PENDING])
+    wire.control[Control.FILL_STAGE] = stage
+
+
+@compiled(counted=False)
+def tend_fills(run):
+    """Move background fills on as far as they can; True if something was done."""
+    wire = run.wire
+    stage = wire.control[Control.FILL_STAGE]
+    if stage == Stage.IDLE or wire.control[Control.FAILURE] != Failure.NONE:
+        return False
+    if stage == Stage.COPYING:
+        return _tend_copies(wire, run.geometry, run.tables, run.fills.fill_shard, run.fills.fill_slot)
+    if u32_at(wire.places[Place.ACKNOWLEDGED]) != wire.control[Control.PENDING]:
+        return False
+    if stage == Stage.INVALIDATING:
+        _post(wire, 0, Stage.SETTLING)
+    elif stage == Stage.SETTLING:
+        wire.control[Control.FILL_STAGE] = Stage.COPYING
+    else:  # the GPU knows the new entries: from here on they are the planner's too
+        for k in range(wire.control[Control.NUM_FILLS]):
+            land_fill(run.state, run.geometry, run.fills.fill_slot[k], run.fills.fill_shard[k])
+            run.totals[Total.BACKGROUND_FILLS] += 1
+        wire.control[Control.FILL_STAGE] = Stage.IDLE
+    return True
+
+
+@compiled(counted=False)
+def _tend_copies(wire, geometry, tables, shards, slots):
+    """Begin the next copy when the one before has landed; the stream itself says so."""
+    done, begun = wire.control[Control.FILLS_DONE], wire.control[Control.FILL_COUNT]
+    if u32_at(wire.places[Place.FILL_FLAG]) != begun & 0xFFFFFFFF:
+        return False
+    num = wire.control[Control.NUM_FILLS]
+    if done == num:
+        for k in range(num):
+            add_update(wire.places[Place.PENDING], k, shards[k], slots[k])
+        _post(wire, num, Stage.VALIDATING)
+        return True
+    wire.control[Control.FILLS_DONE], wire.control[Control.FILL_COUNT] = done + 1, begun + 1
+    source, nbytes = _source(geometry, tables, shards[done])
+    driver, stream = wire.places[Place.DRIVER], wire.places[Place.FILL_STREAM]
+    slot = wire.places[Place.SLOTS] + slots[done] * wire.places[Place.SLOT_NBYTES]
+    status = copy_by_segment(wire, slot, source, nbytes, stream)
+    if status == 0 and wire.control[Control.FAULT] != Fault.LOST_FLAG:
+        status = write_value(driver, stream, wire.places[Place.FILL_FLAG], (begun + 1) & 0xFFFFFFFF)
+    if status != 0:
+        fail(wire, Failure.COPY, status)
+    return True

@@ -1,0 +1,156 @@
+"""From a plan to what the GPU reads: the work list, the slot table's changes, copies; and the CPU lane's shards.
+
+The GPU looked its slots up before the plan was made, and tells what it missed. Where the two differ (a change of
+the table is still on its way), a shard that the GPU has needs nothing, and one that only the planner has is read
+from its slot, which is then told to the table again.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from trilane.cpu_kernels import layout
+from trilane.cpu_kernels.atomics import store32_at
+from trilane.cpu_kernels.words import set_word
+from trilane.cuda_words import (
+    COUNT,
+    ITEM_FILL,
+    ITEM_FLAG,
+    ITEM_FLAG_VALUE,
+    ITEM_POSITION,
+    ITEM_ROWS,
+    ITEM_SHARD,
+    ITEM_WEIGHTS,
+    SEQUENCE,
+    Control,
+    Place,
+)
+from trilane.expert import CPU, HIT, STREAM, UNPLACED, ZERO_COPY
+from trilane.gpu_kernels.words import HEADER_NBYTES, ITEM_NBYTES
+from trilane.host_step import lay_out_shard, source_address
+from trilane.jit import compiled
+
+NOTHING, IN_SLOT, IN_PLACE, COPIED, ON_CPU = range(5)  # what becomes of a shard
+UPDATE_NBYTES = 8
+NUM_ITEMS, NUM_UPDATES, NUM_COPIES, NUM_CPU = range(4)  # places in CudaStep.counts
+
+
+@compiled(counted=False)
+def is_pinned(wire, tables, grouping, marks, layer, i, j):
+    """Whether kernels can read a shard in host memory."""
+    source = source_address(tables, layer, grouping.experts[i], j)
+    return source + tables.descriptor[layer, j, layout.NBYTES] <= wire.places[Place.PINNED_END]
+
+
+@compiled(counted=False)
+def fate_of(wire, tables, grouping, marks, layer, i, j):
+    """What becomes of shard ``j`` of the ``i``-th expert."""
+    at = i * tables.num_shards[layer] + j
+    lane, slot = marks.lane[at], marks.slot[at]
+    is_missing = (wire.missing[i] >> j) & 1
+    if lane == STREAM:
+        return COPIED
+    if lane == ZERO_COPY and slot >= 0:
+        return IN_PLACE if is_pinned(wire, tables, grouping, marks, layer, i, j) else COPIED
+    if not is_missing:
+        return NOTHING
+    if lane == HIT:
+        return IN_SLOT
+    if (lane == ZERO_COPY or lane == UNPLACED) and is_pinned(wire, tables, grouping, marks, layer, i, j):
+        return IN_PLACE
+    return ON_CPU
+
+
+@compiled(counted=False)
+def lay_out_plan(wire, tables, ws, grouping, marks, first_shard, layer, num_experts):
+    """Write items, changes and copies, and the CPU lane's blocks; their numbers go to ``wire.counts``.
+
+    Items come in the order in which they can start: what is in VRAM or read in place, then what is copied.
+    ``first_shard`` is the layer's.
+    """
+    wire.counts[:] = 0
+    for i in range(num_experts):
+        for j in range(tables.num_shards[layer]):
+            fate = fate_of(wire, tables, grouping, marks, layer, i, j)
+            if fate == ON_CPU:
+                lay_out_shard(tables, ws, grouping, marks, layer, i, j, wire.counts[NUM_CPU])
+                wire.counts[NUM_CPU] += 1
+            elif fate == IN_SLOT or fate == IN_PLACE:
+                _add_item(wire, tables, grouping, marks, layer, i, j, fate)
+            if fate != NOTHING and fate != ON_CPU:
+                _add_updates(wire, tables, grouping, marks, first_shard, layer, i, j)
+    for i in range(num_experts):
+        left = 0  # shards of the copy in hand
+        for j in range(tables.num_shards[layer]):
+            if fate_of(wire, tables, grouping, marks, layer, i, j) == COPIED:
+                left = _add_copied(wire, tables, grouping, marks, layer, i, j, left)
+    return wire.counts[NUM_ITEMS]
+
+
+@compiled(counted=False)
+def _add_item(wire, tables, grouping, marks, layer, i, j, fate):
+    """One item of the work list; a copied one waits for the newest copy."""
+    at = i * tables.num_shards[layer] + j
+    item = wire.places[Place.PLAN_LIST] + HEADER_NBYTES + ITEM_NBYTES * wire.counts[NUM_ITEMS]
+    wire.counts[NUM_ITEMS] += 1
+    slot = marks.slot[at]
+    in_slot = wire.places[Place.SLOTS] + slot * wire.places[Place.SLOT_NBYTES] if slot >= 0 else 0
+    source = source_address(tables, layer, grouping.experts[i], j)
+    flag = wire.places[Place.COPY_FLAGS] + 4 * (wire.counts[NUM_COPIES] - 1)
+    set_word(item + ITEM_WEIGHTS, 0, source if fate == IN_PLACE else in_slot)
+    set_word(item + ITEM_FILL, 0, in_slot if fate == IN_PLACE else 0)
+    set_word(item + ITEM_FLAG, 0, flag if fate == COPIED else 0)
+    store32_at(item + ITEM_FLAG_VALUE, np.int32(wire.control[Control.SEQUENCE]))
+    store32_at(item + ITEM_SHARD, np.int32(j))
+    store32_at(item + ITEM_POSITION, np.int32(grouping.first_position[i]))
+    store32_at(item + ITEM_ROWS, np.int32(grouping.rows[i]))
+
+
+@compiled(counted=False)
+def _add_copied(wire, tables, grouping, marks, layer, i, j, left):
+    """An item and, at the start of a run of neighbours, its copy; what is left of the run after it."""
+    at = i * tables.num_shards[layer] + j
+    if left == 0:
+        left = max(1, marks.run[at])
+        copy = wire.copies[wire.counts[NUM_COPIES]]
+        wire.counts[NUM_COPIES] += 1
+        copy[0] = wire.places[Place.SLOTS] + marks.slot[at] * wire.places[Place.SLOT_NBYTES]
+        copy[1] = source_address(tables, layer, grouping.experts[i], j)
+        copy[2] = 0
+        for k in range(j, j + left):
+            copy[2] += tables.descriptor[layer, k, layout.NBYTES]
+    _add_item(wire, tables, grouping, marks, layer, i, j, COPIED)
+    return left - 1
+
+
+@compiled(counted=False)
+def _add_updates(wire, tables, grouping, marks, first_shard, layer, i, j):
+    """The slot table learns where a shard is from now on, and that its victim is gone."""
+    at = i * tables.num_shards[layer] + j
+    slot = marks.slot[at]
+    if slot < 0:
+        return
+    shard = first_shard + grouping.experts[i] * tables.num_shards[layer] + j
+    if marks.lane[at] != HIT and marks.victim[at] >= 0:
+        add_update(wire.places[Place.UPDATES], wire.counts[NUM_UPDATES], marks.victim[at], -1)
+        wire.counts[NUM_UPDATES] += 1
+    add_update(wire.places[Place.UPDATES], wire.counts[NUM_UPDATES], shard, slot)
+    wire.counts[NUM_UPDATES] += 1
+
+
+@compiled(counted=False)
+def add_update(updates, index, entry, slot):
+    """One change of the slot table."""
+    pair = updates + HEADER_NBYTES + UPDATE_NBYTES * index
+    store32_at(pair, np.int32(entry))
+    store32_at(pair + 4, np.int32(slot))
+
+
+@compiled(counted=False)
+def release_list(address, count, sequence):
+    """Say that a list is complete; the stores before it are seen first."""
+    store32_at(address + COUNT, np.int32(count))
+    store32_at(address + SEQUENCE, np.int32(sequence))
+
+
+assert CPU > ZERO_COPY  # fate_of tries lanes by name; what is left is the CPU lane's

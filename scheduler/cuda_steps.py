@@ -1,0 +1,130 @@
+"""A layer-step on the CUDA device from a caller's arrays: on the GPU as they are, from the host by way of pinned rows.
+
+With arrays on the GPU nothing is waited for: the output is there when the stream gets to it, and the stream may be
+recording a graph. With host arrays the result is copied out when it is waited for.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from trilane.arguments import apart_from, check_hidden, check_ids, check_out, check_routing
+from trilane.arrays import HostView, like_input
+from trilane.cuda_arrays import DeviceView, device_routing, device_rows, empty_like, is_on_device, stream_handle
+from trilane.cuda_probe import calibrate_cuda
+from trilane.cuda_runner import CudaRunner
+from trilane.host_runner import StepInput
+from trilane.profile import MachineProfile
+
+ITEMSIZE = {"f32": 4, "f16": 2, "bf16": 2}
+
+
+@dataclass
+class CudaTicketed:
+    """What a ticket holds: the result, what it must outlive, and host rows that are still to be copied out."""
+
+    result: Any
+    held: tuple[Any, ...]
+    stream: int
+    copy_out: HostView | None = None
+    first_row: int = 0
+    done: bool = False
+
+
+class CudaSteps:
+    """Arguments of steps, for one runner."""
+
+    def __init__(self, runner: CudaRunner) -> None:
+        self.runner, self.store = runner, runner.store
+
+    def measure(self) -> MachineProfile:
+        """The GPU's lanes, measured now through real steps."""
+        return calibrate_cuda(self.runner)
+
+    def submit(self, layer: int, hidden: Any, topk_ids: Any, topk_weights: Any, out: Any, stream: Any) -> CudaTicketed:
+        """Put a step on a stream."""
+        if is_on_device(hidden):
+            return self._submit_device(layer, hidden, topk_ids, topk_weights, out, stream)
+        return self._submit_host(layer, hidden, topk_ids, topk_weights, out, stream)
+
+    def finish(self, ticket: CudaTicketed) -> Any:
+        """The result; host rows are waited for."""
+        if ticket.copy_out is not None:
+            self._copy_out(ticket.copy_out, ticket.first_row, ticket.stream)
+            ticket.copy_out = None
+        return ticket.result
+
+    # ----------------------------------------------------------------------------------- arrays on the GPU
+    def _submit_device(self, layer: int, hidden: Any, ids: Any, weights: Any, out: Any, stream: Any) -> CudaTicketed:
+        x = device_rows(hidden, "hidden", self.store.hidden)
+        e, w = device_routing(ids, weights, x.shape[0])
+        handle = stream_handle(stream, hidden)
+        handle = self.runner.device.work_stream if handle is None else handle
+        result = empty_like(hidden, "out") if out is None else out
+        y = device_rows(result, "out", self.store.hidden, x.shape[0])
+        top_k, most = e.shape[1], self.runner.max_rows(e.shape[1])
+        for start in range(0, x.shape[0], most):
+            rows = min(most, x.shape[0] - start)
+            step = StepInput(layer, rows, top_k, *_rows_at(x, start), *_rows_at(y, start))
+            skip = start * top_k
+            id_nbytes = 8 if e.dtype == "int64" else 4
+            self.runner.launch(step, e.address + skip * id_nbytes, id_nbytes, w.address + 4 * skip, handle)
+        return CudaTicketed(result, (x, e, w, y), handle)
+
+    # -------------------------------------------------------------------------------- arrays in host memory
+    def _submit_host(self, layer: int, hidden: Any, ids: Any, weights: Any, out: Any, stream: Any) -> CudaTicketed:
+        x = check_hidden(hidden, self.store.hidden)
+        e, w = check_routing(ids, weights, len(x.array))
+        result = like_input(hidden, x.array.shape) if out is None else out
+        y = check_out(result, x)
+        check_ids(layer, e, self.store.layers[layer].num_experts)
+        handle = stream_handle(stream)
+        ticket = CudaTicketed(result, (x, y), self.runner.device.work_stream if handle is None else handle)
+        rows, top_k = e.shape
+        if rows == 0 or top_k == 0:
+            y.array[...] = 0
+            return ticket
+        most = self.runner.max_rows(top_k)
+        x = apart_from(x, y) if rows > most else x
+        for start in range(0, rows, most):
+            if start:
+                self._copy_out(y, ticket.first_row, ticket.stream)
+            part = slice(start, min(rows, start + most))
+            self._launch_host(layer, x, e[part], w[part], y, start, ticket.stream)
+            ticket.first_row = start
+        ticket.copy_out = y
+        return ticket
+
+    def _staged(self, name: str, array: np.ndarray) -> np.ndarray:
+        """An array of this shape and type in mapped memory."""
+        return self.runner.device.mapped(name, array.dtype, array.size).reshape(array.shape)
+
+    def _launch_host(
+        self, layer: int, x: HostView, ids: np.ndarray, weights: np.ndarray, y: HostView, start: int, stream: int
+    ) -> None:
+        rows, address = len(ids), self.runner.device.address
+        hidden = x.array[start : start + rows]
+        for name, array in (
+            ("host_x", hidden), ("host_ids", ids.astype(np.int64)), ("host_weights", weights.astype(np.float32)),
+        ):  # fmt: skip
+            self._staged(name, array)[...] = array
+        x_stride, y_stride = (ITEMSIZE[view.element] * self.store.hidden for view in (x, y))
+        step = StepInput(
+            layer, rows, ids.shape[1], address["host_x"], x_stride, x.element, address["host_out"], y_stride, y.element
+        )
+        self.runner.launch(step, address["host_ids"], 8, address["host_weights"], stream)
+
+    def _copy_out(self, y: HostView, start: int, stream: int) -> None:
+        self.runner.wait_for(stream)
+        rows = min(len(y.array) - start, self.runner.shape.max_rows)
+        part = y.array[start : start + rows]
+        part[...] = self._staged("host_out", np.empty(part.shape, part.dtype))
+
+
+def _rows_at(view: DeviceView, start: int) -> tuple[int, int, str]:
+    """Address, stride and element type of the rows of a device array from ``start`` up."""
+    assert view.element is not None
+    return view.address + start * view.strides[0], view.strides[0], view.element

@@ -1,0 +1,193 @@
+"""The words by which the control thread of the CUDA device meets the GPU, its helpers and the interpreter.
+
+Addresses that never change are in ``Place``, what changes is in ``Control``; the GPU's own structs are
+``gpu_kernels/words.py``. The file knows names and offsets only.
+"""
+
+from __future__ import annotations
+
+from enum import IntEnum
+from typing import NamedTuple
+
+import numpy as np
+
+from trilane.cpu_kernels.atomics import load32_at, store32_at
+from trilane.cpu_kernels.host_workspace import Workspace
+from trilane.expert import Geometry
+from trilane.gpu_kernels.words import TYPES
+from trilane.host_step import Tables
+from trilane.jit import compiled
+from trilane.journal import Journal
+from trilane.plan import Options, Work
+from trilane.routing import Grouping
+from trilane.state import State
+
+
+class Place(IntEnum):
+    """Places in ``CudaStep.places``: addresses, streams, sizes."""
+
+    DRIVER = 0  # the table of driver calls
+    CONTEXT = 1
+    COPY_STREAM = 2
+    FILL_STREAM = 3
+    TEAM = 4
+    TEAM_TASK = 5
+    MAIL = 6  # mapped memory, written by the GPU
+    MAIL_GROUPS = 7
+    MAIL_MISSING = 8
+    MAIL_TOKENS = 9
+    STAMPS = 10
+    ACKNOWLEDGED = 11
+    PLAN_LIST = 12  # mapped memory, written by the host
+    UPDATES = 13
+    PENDING = 14
+    CPU_FLAG = 15
+    ABORT = 16
+    COPY_FLAGS = 17  # device memory: many thread blocks look at them
+    FILL_FLAG = 18
+    SLOTS = 19
+    SLOT_NBYTES = 20
+    PINNED_END = 21  # what lies below can be read by kernels
+    INT8_STRIDE = 22  # bytes of a row's records in the mailbox
+    FLOATS_STRIDE = 23
+    PINNED_START = 24
+    SEGMENT_NBYTES = 25  # of a registration: a copy may not reach from one into the next
+    COPIED = 26  # the last copy's flag once more, for the host
+    MAIL_RECORDS = 27
+    MAIL_FLOATS = 28
+    SIZE = 32
+
+
+class Control(IntEnum):
+    """Words of the control thread's block; the writer is named."""
+
+    STOP = 0  # host: leave
+    HOLD = 1  # host: let the state be
+    HELD = 2  # thread: the state is the host's until HOLD is 0
+    SEQUENCE = 3  # thread: last mailbox that was taken
+    COPIES = 4  # thread: copies of that step, by the flags that tell their end
+    FAILURE = 5  # thread or watchdog: a Failure; nothing runs after one
+    STATUS = 6  # thread: the driver's status or the team's code that came with it
+    FAULT = 7  # tests: a Fault to suffer
+    HOT_NS = 8  # host: how long to spin after the last work
+    NAP_NS = 9  # host: how long to sleep between two looks then
+    STALL_NS = 10  # host: an outstanding wait of so long is a failure
+    CLOCK = 11  # thread: the last step's clock
+    FILL_STAGE = 12  # thread: a Stage
+    NUM_FILLS = 13  # thread: fills under way
+    FILLS_DONE = 14  # thread: of these, copied
+    FILL_COUNT = 15  # thread: copies of fills ever begun
+    PENDING = 16  # thread: sequence of the pending list
+    ANSWERED = 17  # thread: last mailbox of which everything was released
+    TAKEN_LAYER = 18  # thread: the layer of the mailbox in hand
+    NUM_ROWS = 19  # thread: its rows
+    HINT_LAYER = 20  # host, while it holds the state
+    NUM_HINTS = 21
+    SIZE = 24
+
+
+class Failure(IntEnum):
+    """Why nothing runs any more."""
+
+    NONE = 0
+    STALLED = 1  # a wait of the GPU was outstanding for too long
+    COPY = 2  # the driver refused a copy
+    TEAM = 3  # the CPU lane failed
+
+
+class Fault(IntEnum):
+    """The one seam for faults, for tests."""
+
+    NONE = 0
+    DEAF = 1  # the control thread does nothing until the fault is taken back
+    COPY = 2  # copies fail
+    LOST_FLAG = 3  # copies are made, but their flags are not written
+
+
+class Stage(IntEnum):
+    """Where background fills are: see cuda_fills.py."""
+
+    IDLE = 0
+    INVALIDATING = 1
+    SETTLING = 2
+    COPYING = 3
+    VALIDATING = 4
+
+
+class Wire(NamedTuple):
+    """What the control thread and the GPU share, and what it counts in between.
+
+    Small on purpose: a compiled function takes a tuple apart array by array, so what needs little gets little.
+    """
+
+    places: np.ndarray  # int64, by Place
+    control: np.ndarray  # int64, by Control
+    counts: np.ndarray  # int64 (4,): of the plan that is being written, see cuda_plan.py
+    missing: np.ndarray  # int64 by group: bits of missing shards
+    copies: np.ndarray  # int64 (items, 3): source, destination, bytes
+
+
+class Marks(NamedTuple):
+    """Of a plan, what becomes of each shard; the arrays of ``plan.Work``."""
+
+    lane: np.ndarray
+    slot: np.ndarray
+    victim: np.ndarray
+    run: np.ndarray
+
+
+class Fills(NamedTuple):
+    """Of a plan for background fills, the arrays of ``plan.Work``."""
+
+    shard: np.ndarray
+    slot: np.ndarray
+    victim: np.ndarray
+
+
+class CudaStep(NamedTuple):
+    """Everything that the control thread needs, in one argument."""
+
+    wire: Wire
+    tables: Tables
+    ws: Workspace
+    grouping: Grouping
+    seen: np.ndarray  # int64 by expert: the clock up to which uses are counted
+    hints: np.ndarray  # int32: experts that are likely soon
+    state: State
+    geometry: Geometry
+    options: Options
+    work: Work
+    fills: Work
+    journal: Journal
+    totals: np.ndarray
+    lane_us: np.ndarray
+
+
+def _offset(struct: str, field: str) -> int:
+    fields = TYPES[struct].fields
+    assert fields is not None
+    return int(fields[field][1])
+
+
+BEGIN, END, LAYER = (_offset("Mailbox", name) for name in ("begin", "end", "layer"))
+NUM_ROWS, TOP_K, CLOCK = (_offset("Mailbox", name) for name in ("num_rows", "top_k", "clock"))
+NUM_GROUPS, NUM_MISSING = (_offset("Mailbox", name) for name in ("num_groups", "num_missing"))
+ITEM_WEIGHTS, ITEM_FILL, ITEM_FLAG = (_offset("Item", name) for name in ("weights", "fill", "flag"))
+ITEM_FLAG_VALUE, ITEM_SHARD = (_offset("Item", name) for name in ("flag_value", "shard"))
+ITEM_POSITION, ITEM_ROWS = (_offset("Item", name) for name in ("first_position", "num_rows"))
+SEQUENCE, COUNT = (_offset("WorkList", name) for name in ("sequence", "count"))
+assert (SEQUENCE, COUNT) == (_offset("Updates", "sequence"), _offset("Updates", "count"))
+
+
+@compiled
+def u32_at(address):
+    """The uint32 at an address, acquired, as int64."""
+    return load32_at(address) & 0xFFFFFFFF
+
+
+@compiled(counted=False)
+def fail(wire, failure, status):
+    """End every wait of the GPU, now and from now on: nothing that the slots should hold is certain any more."""
+    wire.control[Control.STATUS] = status
+    wire.control[Control.FAILURE] = failure
+    store32_at(wire.places[Place.ABORT], np.int32(1))

@@ -1,0 +1,205 @@
+"""The CUDA device's step on a played driver: kernels, control thread and threads are the product's own."""
+
+from __future__ import annotations
+
+import time
+
+import numpy as np
+import pytest
+from expert_cases import assert_same_bits, expected, profile_for, random_routing, random_store
+from played_driver import PlayedDriver
+
+import trilane.cuda_runner
+from trilane import ArrayError, DeviceError, ExpertScheduler, RoutingError, WorkerError
+from trilane.cuda_words import Control, Fault, Stage
+from trilane.gpu_kernels.driver import CudaDriver, DriverMissing
+from trilane.state import check
+
+
+@pytest.fixture
+def played(monkeypatch):
+    """Opens schedulers on played GPUs; in the end each one's state is checked and nothing is left of its memory."""
+    opened = []
+
+    def open_one(store, driver=None, **sections):
+        driver = driver or PlayedDriver()
+        monkeypatch.setattr(trilane.cuda_runner, "CudaDriver", lambda: driver)
+        sections.setdefault("cpu", {}).setdefault("threads", 1)
+        opened.append(ExpertScheduler(store, profile=profile_for(store), config=sections, device="cuda"))
+        return opened[-1]
+
+    yield open_one
+    for scheduler in opened:
+        runner = scheduler._runner
+        check(runner.state, runner.geometry)
+        scheduler.close()
+        assert not runner.driver.blocks and not runner.driver.registered and not runner.driver.streams
+
+
+def store_of(**shape):
+    return random_store("q8_0", **{"experts": 6, "hidden": 256, "intermediate": 512, **shape})
+
+
+def run(scheduler, steps=6, rows=2, top_k=2, seed=1):
+    """Random steps, each compared with the reference."""
+    rng = np.random.default_rng(seed)
+    store = scheduler.store
+    for _ in range(steps):
+        layer = int(rng.integers(store.num_layers))
+        x = rng.standard_normal((rows, store.hidden)).astype(np.float32)
+        ids, weights = random_routing(rng, rows, top_k, store.layers[layer].num_experts)
+        assert_same_bits(scheduler.forward(layer, x, ids, weights), expected(store, layer, x, ids, weights))
+
+
+@pytest.mark.parametrize("force", [None, "stream", "zero_copy", "cpu"])
+def test_every_lane_gives_the_bits_of_the_reference(played, force):
+    scheduler = played(store_of(layers=2), cache={"fraction": 0.4}, policy={"force": force, "admit": "always"})
+    run(scheduler)
+    lanes = scheduler.stats().lanes
+    used = {name for name in ("stream", "zero_copy", "cpu") if lanes[name].shards}
+    assert used == {force} if force else used
+
+
+def test_a_resident_step_asks_nobody(played):
+    scheduler = played(store_of(), cache={"fraction": 1.0}, policy={"force": "zero_copy", "admit": "always"})
+    x, ids, weights = np.ones((1, 256), np.float32), np.array([[1, 4]]), np.array([[0.5, 0.25]], np.float32)
+    wanted = expected(scheduler.store, 0, x, ids, weights)
+    scheduler.forward(0, x, ids, weights)
+    scheduler._runner.inject_fault(Fault.DEAF)
+    for _ in range(3):
+        assert_same_bits(scheduler.forward(0, x, ids, weights), wanted)
+    stats = scheduler.stats()
+    assert (stats.steps, stats.lanes["hit"].shards, stats.hit_rate) == (4, 12, 12 / 16)
+    scheduler._runner.inject_fault(Fault.NONE)
+
+
+def test_batches_of_more_rows_than_a_step_takes(played, monkeypatch):
+    monkeypatch.setattr(trilane.cuda_runner, "MAX_ROWS", 4)
+    scheduler = played(store_of(), cache={"fraction": 0.5})
+    run(scheduler, steps=2, rows=9, top_k=3)
+
+
+def test_pageable_experts_take_lanes_that_need_no_pinned_memory(played):
+    store = store_of()
+    limit = store.nbytes // 2
+    scheduler = played(store, cache={"fraction": 0.4}, policy={"force": "zero_copy"}, host={"pin_limit": limit})
+    run(scheduler)
+    stats = scheduler.stats()
+    assert stats.bytes_pinned == limit // 4096 * 4096 and stats.bytes_pinned + stats.bytes_pageable == store.nbytes
+    assert "host.pin_limit" in stats.inactive["pinned"]
+
+
+def test_a_refused_registration_keeps_what_was_pinned_before(played):
+    scheduler = played(store_of(), PlayedDriver(pin_nbytes=0), cache={"fraction": 0.5}, policy={"lanes": ["stream"]})
+    run(scheduler)
+    assert scheduler.stats().bytes_pinned == 0 and "out of memory" in scheduler.stats().inactive["pinned"]
+
+
+def test_copies_stay_within_one_registration(played, monkeypatch):
+    monkeypatch.setattr(trilane.gpu_kernels.pinning, "SEGMENT_NBYTES", 5 * 4096)
+    scheduler = played(store_of(), cache={"fraction": 0.4}, policy={"force": "stream", "admit": "always"})
+    assert len(scheduler._runner.driver.registered) > 10
+    run(scheduler)
+
+
+def test_slots_come_from_free_memory_and_fewer_of_them_are_told(played):
+    store = store_of()
+    slot = int(store.layers[0].layout.shard_nbytes.max())
+    driver = PlayedDriver(vram_nbytes=(1 << 40))
+    driver.free_nbytes = lambda: trilane.gpu_kernels.cuda_device.RESERVE_NBYTES + 3 * slot + 5
+    scheduler = played(store, driver, cache={"fraction": 1.0})
+    assert scheduler._runner.num_slots == 3 and "3 of 12 slots" in scheduler.stats().inactive["cache"]
+    run(scheduler)
+
+
+def test_background_fills_land_in_stages(played):
+    scheduler = played(store_of(experts=8), cache={"slots": 4}, policy={"force": "cpu"})
+    x, weights = np.ones((1, 256), np.float32), np.ones((1, 1), np.float32)
+    assert scheduler.hint(0, [6, 7]) == 4
+    for _ in range(40):  # each step can acknowledge one list
+        scheduler.forward(0, x, [[1]], weights)
+        if scheduler._runner._control[Control.FILL_STAGE] == Stage.IDLE:
+            break
+        time.sleep(0.002)
+    before = scheduler.stats()
+    assert before.background_fills == 4
+    wanted = expected(scheduler.store, 0, x, np.array([[6]]), weights)
+    assert_same_bits(scheduler.forward(0, x, [[6]], weights), wanted)
+    assert scheduler.stats().lanes["hit"].shards == before.lanes["hit"].shards + 2
+
+
+def test_hits_that_only_the_gpu_saw_count_for_eviction(played):
+    scheduler = played(
+        store_of(experts=8), cache={"slots": 4, "eviction": "lru"}, policy={"force": "zero_copy", "admit": "always"}
+    )
+    x, one = np.ones((1, 256), np.float32), np.ones((1, 1), np.float32)
+    for expert in (0, 1, 0, 2):  # 0 was hit last, so 1 goes
+        scheduler.forward(0, x, [[expert]], one)
+        time.sleep(0.01)
+    scheduler.forward(0, x, [[3]], one)
+    with scheduler._runner.holding():
+        resident = scheduler._runner.state.resident[:4].tolist()
+    assert resident[3] == 2 and resident[1] == 0
+
+
+def test_explain_and_story_tell_of_steps_with_misses(played):
+    scheduler = played(store_of(), cache={"fraction": 0.5}, policy={"force": "zero_copy", "admit": "always"})
+    assert scheduler.explain(0) is None
+    scheduler.forward(0, np.ones((1, 256), np.float32), [[2]], [[1.0]])
+    time.sleep(0.02)
+    assert scheduler.explain(0).plan.experts[0].expert == 2
+    assert len(scheduler.story(0, 2)) == 1
+
+
+def test_ids_and_arrays_are_checked(played):
+    scheduler = played(store_of())
+    x, one = np.ones((1, 256), np.float32), np.ones((1, 1), np.float32)
+    with pytest.raises(RoutingError, match="expert id 9"):
+        scheduler.forward(0, x, [[9]], one)
+    with pytest.raises(ArrayError, match="stream"):
+        scheduler.forward(0, x, [[1]], one, stream="main")
+    assert scheduler.forward(0, x[:0], np.zeros((0, 1), np.int64), one[:0]).shape == (0, 256)
+
+
+@pytest.mark.parametrize(
+    ("fault", "force", "text"),
+    [
+        (Fault.COPY, "stream", "refused a copy"),
+        (Fault.LOST_FLAG, "stream", "stall_timeout_s"),
+        (Fault.DEAF, "cpu", "stall_timeout_s"),
+    ],
+)
+def test_a_fault_ends_the_wait_and_is_told(played, fault, force, text):
+    scheduler = played(
+        store_of(), cache={"fraction": 0.5}, policy={"force": force, "admit": "always"}, cpu={"stall_timeout_s": 0.3}
+    )
+    scheduler._runner.inject_fault(fault)
+    x, one = np.ones((1, 256), np.float32), np.ones((1, 1), np.float32)
+    with pytest.raises(WorkerError, match=text):
+        scheduler.forward(0, x, [[1]], one)
+    with pytest.raises(WorkerError):
+        scheduler.forward(0, x, [[1]], one)
+
+
+def test_without_a_gpu_the_error_says_what_is_missing(monkeypatch):
+    def missing():
+        raise DriverMissing("device 'cuda': NVIDIA's driver library was not found; use device='host'")
+
+    monkeypatch.setattr(trilane.cuda_runner, "CudaDriver", missing)
+    store = store_of()
+    with pytest.raises(DeviceError, match="use device='host'"):
+        ExpertScheduler(store, profile=profile_for(store), device="cuda")
+    with pytest.raises(DeviceError, match="'rocm'"):
+        ExpertScheduler(store, profile=profile_for(store), device="rocm")
+    with ExpertScheduler(store, profile=profile_for(store), device="auto") as scheduler:
+        run(scheduler, steps=1)
+
+
+def test_the_real_driver_is_there_or_says_why_not():
+    try:
+        driver = CudaDriver()
+    except DriverMissing as error:
+        assert "device='host'" in str(error)
+    else:
+        assert driver.free_nbytes() > 0
+        driver.close()
