@@ -52,6 +52,16 @@ def allocate_arena(nbytes: int, *, huge_pages: bool = True) -> Arena:
     return Arena(nbytes, np.frombuffer(region, np.uint8), asked)
 
 
+def available_nbytes() -> int | None:
+    """Memory that programs can still get without swapping, the system's caches of files included; None: not told."""
+    try:
+        with open("/proc/meminfo", encoding="ascii") as file:
+            rows = dict(line.split(":", 1) for line in file)
+        return int(rows["MemAvailable"].split()[0]) << 10
+    except (OSError, ValueError, KeyError):
+        return None
+
+
 def _map_private(nbytes: int) -> mmap.mmap:
     if not hasattr(mmap, "MAP_ANONYMOUS"):  # Windows: anonymous maps are private to the process there
         return mmap.mmap(-1, nbytes)

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from trilane.array_source import ArrayLayer, array_formats
-from trilane.cpu_kernels.arena import Arena, allocate_arena
+from trilane.cpu_kernels.arena import Arena, allocate_arena, available_nbytes
 from trilane.errors import StoreError
 from trilane.file_source import FileLayer, choose_gate, choose_layers
 from trilane.readers.finder import find_experts
@@ -193,7 +193,8 @@ class ExpertStore:
         wanted = {} if formats is None else formats_by_matrix(formats)
         spec = choose_gate(files, model, gate)
         chosen = model if layers is None else choose_layers(model, layers)
-        sources = [FileLayer(files, layer, wanted, spec, requantize) for layer in chosen.layers]
+        release = _is_tight(chosen.expert_nbytes)
+        sources = [FileLayer(files, layer, wanted, spec, requantize, release) for layer in chosen.layers]
         store = cls._from_sources(sources, threads, progress)
         files.check_unchanged()  # what was read before a change that came late
         store.model = chosen
@@ -230,3 +231,9 @@ class ExpertStore:
     def __repr__(self) -> str:
         experts = sum(layer.num_experts for layer in self.layers)
         return f"ExpertStore({self.num_layers} layers, {experts} experts, {self.nbytes / 1e9:.2f} GB)"
+
+
+def _is_tight(nbytes: int) -> bool:
+    """Whether a file's experts in the system's cache, beside a store of them, would push other things out of memory."""
+    available = available_nbytes()
+    return available is not None and available < 2 * nbytes

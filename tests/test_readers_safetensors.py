@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 import struct
+import tracemalloc
 from pathlib import Path
 
 import pytest
 from model_files import safetensors_bytes
 
 from trilane.errors import ModelFileError
+from trilane.readers.json_text import largest_text, parse_object
 from trilane.readers.safetensors import ELEMENT_BITS, INDEX_NAME, open_safetensors, parse_safetensors
 
 HERE = Path("model.safetensors")
@@ -56,7 +58,8 @@ DEEP = b'{"t":' + b"[" * 200_000
 LONG = b'{"t": {"dtype": "F32", "shape": [' + b"9" * 5000 + b'], "data_offsets": [0, 8]}}'
 WRONG = [
     (b"\1\2\3", "the length of the header needs 8 bytes, but the file ends 3 bytes on"),
-    (struct.pack("<Q", 1 << 63), "has 9223372036854775808 bytes, but at most 100000000 are allowed"),
+    (struct.pack("<Q", 1 << 63), "has 9223372036854775808 bytes, but at most 1048576 are allowed"),
+    (struct.pack("<Q", 2 << 20) + bytes(3 << 20), "has 2097152 bytes, but at most 1048576 are allowed in a file of"),
     (struct.pack("<Q", 500) + b"{}", "the header needs 500 bytes, but the file ends 2 bytes on"),
     (raw_file(b""), "the header is no valid JSON"),
     (raw_file(b"{"), "the header is no valid JSON"),
@@ -93,6 +96,27 @@ WRONG = [
 @pytest.mark.parametrize(("data", "text"), WRONG, ids=[text[:30] for _, text in WRONG])
 def test_a_damaged_header_is_refused(data, text):
     refuses(data, text)
+
+
+@pytest.mark.parametrize("item", ['"%x":{}', '"%x":[]', '"%x":{"a":1}', '"%x":' + "[" * 400 + "]" * 400])
+def test_a_header_needs_no_more_memory_than_the_file_has(item):
+    text = ("{" + ",".join(item % number for number in range(100_000 // len(item))) + "}").encode()
+    tracemalloc.start()
+    try:
+        parse_object(text, HERE, "the header")
+        peak = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    file_nbytes = 1 << 30
+    assert peak / len(text) * largest_text(file_nbytes) < file_nbytes
+
+
+def test_an_index_and_a_config_out_of_proportion_are_refused(tmp_path):
+    (tmp_path / "a.safetensors").write_bytes(raw_file(one(), bytes(8)))
+    for name in ("config.json", INDEX_NAME):
+        (tmp_path / name).write_text("{" + " " * (1 << 20) + "}")
+        with pytest.raises(ModelFileError, match=rf"{name}: has more than 1048576 bytes, which is out of proportion"):
+            open_safetensors(tmp_path)
 
 
 def test_a_file_cut_anywhere_is_refused():

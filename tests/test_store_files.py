@@ -481,29 +481,44 @@ def test_a_bar_on_a_terminal(tmp_path, monkeypatch, capsys):
 
 
 def test_memory_stays_at_the_store(tmp_path):
-    """Pages of the file are given up as they are read: resident memory does not hold file and store at once."""
-    arrays = random_experts(np.random.default_rng(0), 4, 256, 2048)
+    """Resident memory grows by the store, and not by the file beside it."""
+    arrays = random_experts(np.random.default_rng(0), 16, 256, 2048)
     path = write(tmp_path, gguf_bytes(gguf_experts(0, arrays, dict.fromkeys(arrays, "f32"))))
-    store = ExpertStore.from_gguf(path)
-    mapped = resident_file_nbytes(path)
-    assert mapped is None or mapped < store.nbytes / 4
+    nbytes = ExpertStore.from_gguf(path).nbytes  # and compiled code is loaded
+    before, seen = resident_nbytes(), []
+    store = ExpertStore.from_gguf(path, progress=lambda done, total: seen.append(resident_nbytes()))
+    assert nbytes > 64 << 20 and store.nbytes == nbytes
+    assert nbytes / 2 < seen[-1] - before and max(seen) - before < 1.25 * nbytes
+
+
+def test_a_view_of_a_tensor(tmp_path):
+    arrays = arrays_of()
+    files = open_gguf(write(tmp_path, gguf_bytes(gguf_experts(0, arrays, dict.fromkeys(arrays, "f32")))))
+    view = files.bytes_of(files.tensors["blk.0.ffn_up_exps.weight"])
+    np.testing.assert_array_equal(view.view(np.float32), arrays["up"].ravel())
+    assert not view.flags.writeable
+
+
+@pytest.mark.parametrize("is_tight", [False, True])
+@pytest.mark.parametrize("was_cached", [False, True])
+def test_the_system_cache_of_the_file(was_cached, is_tight, tmp_path, monkeypatch):
+    """Where memory is short, the cache gives up what loading brought in, and nothing that was there before."""
+    monkeypatch.setattr("trilane.store.available_nbytes", lambda: 0 if is_tight else 1 << 60)
+    arrays = random_experts(np.random.default_rng(0), 2, 256, 2048)
+    path = write(tmp_path, gguf_bytes(gguf_experts(0, arrays, dict.fromkeys(arrays, "f32"))))
     files = open_gguf(path)
-    tensor = files.tensors["blk.0.ffn_up_exps.weight"]
-    assert files.bytes_of(tensor).any()
-    assert not files.bytes_of(tensor).flags.writeable
+    (file,), tensor = files.files.values(), files.tensors["blk.0.ffn_up_exps.weight"]
+    middle = tensor.offset + tensor.nbytes // 4  # of the first expert
+    if not was_cached:
+        os.fsync(file.fd)  # pages that are still to be written cannot be given up
+        file.release(0, file.nbytes)
+    before = file._is_cached(file.nbytes - 1)  # also True where the system keeps files in memory, or does not say
+    assert before or not was_cached
+    ExpertStore.from_gguf(path, threads=2)
+    assert file._is_cached(middle) == (before or not is_tight)
 
 
-def resident_file_nbytes(path):
-    """Bytes of mappings of ``path`` that are resident; None where the system does not say."""
-    try:
-        with open("/proc/self/smaps") as file:
-            text = file.read()
-    except OSError:
-        return None
-    total, inside = 0, False
-    for line in text.splitlines():
-        if "-" in line.split(" ")[0]:
-            inside = line.endswith(str(path))
-        elif inside and line.startswith("Rss:"):
-            total += int(line.split()[1]) * 1024
-    return total
+def resident_nbytes():
+    """Memory of this process that is in RAM, mapped files included."""
+    with open("/proc/self/statm", encoding="ascii") as file:
+        return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")

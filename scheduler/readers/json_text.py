@@ -1,7 +1,8 @@
 """JSON from an untrusted file: a small object without repeated keys, or an error that names the file.
 
 Python's parser follows nesting with its own stack and makes numbers of any length; both end in exceptions, which
-become ours here. It knows nothing of what the objects mean.
+become ours here. What it makes of a text takes up to fifty times the text's room, so texts are bounded by the size
+of the files that they describe. It knows nothing of what the objects mean.
 """
 
 from __future__ import annotations
@@ -13,6 +14,13 @@ from typing import Any
 from trilane.errors import ModelFileError
 
 MAX_NBYTES = 100_000_000  # the limit that the safetensors format sets for its header
+ALWAYS_NBYTES = 1 << 20  # of the text that describes files of any size
+SHARE = 64  # a larger text may be this part of its files; checkpoints have a thousandth or less
+
+
+def largest_text(described_nbytes: int) -> int:
+    """Bytes that a text about files of that size may have, so that parsing needs no more memory than they have."""
+    return min(MAX_NBYTES, max(ALWAYS_NBYTES, described_nbytes // SHARE))
 
 
 def parse_object(raw: bytes, path: Path, what: str) -> dict[str, Any]:
@@ -43,8 +51,8 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return found
 
 
-def read_object(path: Path) -> dict[str, Any]:
-    """The JSON object in a file of at most 100 MB.
+def read_object(path: Path, limit: int) -> dict[str, Any]:
+    """The JSON object in a file of at most ``limit`` bytes.
 
     Raises
     ------
@@ -53,9 +61,11 @@ def read_object(path: Path) -> dict[str, Any]:
     """
     try:
         with open(path, "rb") as file:
-            raw = file.read(MAX_NBYTES + 1)
+            raw = file.read(limit + 1)
     except OSError as error:
         raise ModelFileError(f"{path}: cannot be read ({error.strerror}); check the path") from error
-    if len(raw) > MAX_NBYTES:
-        raise ModelFileError(f"{path}: has more than {MAX_NBYTES} bytes, which no such file needs; pass another")
+    if len(raw) > limit:
+        raise ModelFileError(
+            f"{path}: has more than {limit} bytes, which is out of proportion to the model beside it; copy it again"
+        )
     return parse_object(raw, path, "the file")

@@ -166,7 +166,8 @@ class ModelFile:
         Returns
         -------
         bool
-            Whether it had to be asked. One byte in the middle of the range is looked at.
+            Whether it had to be asked. One byte in the middle of the range is looked at, by a read that does not wait;
+            the system may begin to read there because of it.
         """
         if nbytes == 0 or self._is_cached(offset + nbytes // 2):
             return False

@@ -15,7 +15,7 @@ from typing import Any, TypeGuard
 
 from trilane.errors import ModelFileError
 from trilane.readers.cursor import U64, Cursor, Data
-from trilane.readers.json_text import MAX_NBYTES, parse_object, read_object
+from trilane.readers.json_text import ALWAYS_NBYTES, largest_text, parse_object, read_object
 from trilane.readers.model_file import ModelFile, ModelFiles, TensorInfo
 
 INDEX_NAME, CONFIG_NAME, WHOLE_NAME = "model.safetensors.index.json", "config.json", "model.safetensors"
@@ -47,9 +47,12 @@ def parse_safetensors(data: Data, path: Path) -> dict[str, TensorInfo]:
     """
     cursor = Cursor(data, path)
     nbytes = cursor.take(U64, "the length of the header")
-    if nbytes > MAX_NBYTES:
+    limit = largest_text(cursor.end)
+    if nbytes > limit:
         raise cursor.error(
-            "the header", f"has {nbytes} bytes, but at most {MAX_NBYTES} are allowed: it is another file"
+            "the header",
+            f"has {nbytes} bytes, but at most {limit} are allowed in a file of {cursor.end}: it is another file, "
+            "damaged, or has very many tiny tensors; write them stacked",
         )
     cursor.need(nbytes, "the header")
     start = cursor.at + nbytes
@@ -139,7 +142,9 @@ def open_safetensors(path: str | Path) -> ModelFiles:
             tensors[name] = tensor
     _check_index(names, tensors, folder)
     config = folder / CONFIG_NAME
-    model = ModelFiles("safetensors", given, tensors, read_object(config) if config.exists() else {}, files)
+    model = ModelFiles(
+        "safetensors", given, tensors, read_object(config, ALWAYS_NBYTES) if config.exists() else {}, files
+    )
     model.check_unchanged()
     return model
 
@@ -172,7 +177,8 @@ def _only_file(folder: Path) -> str:
 
 
 def _read_index(path: Path) -> dict[str, list[str]]:
-    weight_map = read_object(path).get("weight_map")
+    described = sum(file.stat().st_size for file in path.parent.glob("*.safetensors") if file.is_file())
+    weight_map = read_object(path, largest_text(described)).get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
         raise ModelFileError(f"{path}: weight_map is {_short(weight_map)}, but must name a file for each tensor")
     names: dict[str, list[str]] = {}
