@@ -11,8 +11,8 @@ import argparse
 from dataclasses import replace
 from pathlib import Path
 
-from trilane.trace_file import append_trace, read_trace
-from trilane.trace_import import GPTOSS20B_SHARDS
+from trilane.traces.trace_file import append_trace, read_trace
+from trilane.traces.trace_import import GPTOSS20B_SHARDS
 
 TRACE = Path(__file__).parent / "data" / "gptoss20b_160conv.trace"
 SOURCE = "AmanPriyanshu/GPT-OSS-MoE-ExpertFingerprinting, commit 72b368f (2025-08-13), 160 conversations, converted"

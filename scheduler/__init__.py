@@ -13,8 +13,9 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from trilane.settings.effective_config import EffectiveConfig, load_config
+
     from .config import Config
-    from .effective_config import EffectiveConfig, load_config
     from .engine import ExpertScheduler
     from .errors import (
         ArrayError,
@@ -67,14 +68,14 @@ __all__ = [
 
 _ELSEWHERE = {
     "Config": "config",
-    "EffectiveConfig": "effective_config",
+    "EffectiveConfig": "settings.effective_config",
     "ExpertScheduler": "engine",
     "ExpertStore": "store",
     "MachineProfile": "profile",
     "Outcome": "expert",
     "Plan": "expert",
     "Stats": "stats",
-    "load_config": "effective_config",
+    "load_config": "settings.effective_config",
 }  # every other public name is an error
 
 

@@ -12,11 +12,11 @@ from typing import Annotated
 import typer
 
 from trilane import __version__
-from trilane.cli_bench import bench_app
-from trilane.cli_config import show_config
-from trilane.cli_probe import probe
-from trilane.cli_record import record
-from trilane.cli_replay import replay
+from trilane.commands.bench import bench_app
+from trilane.commands.config import show_config
+from trilane.commands.probe import probe
+from trilane.commands.record import record
+from trilane.commands.replay import replay
 from trilane.errors import TrilaneError
 
 app = typer.Typer(

@@ -15,7 +15,8 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, WithJsonSchema, model_validator
 
-from .config_problems import find_problems, rule_error, shown
+from trilane.settings.config_problems import find_problems, rule_error, shown
+
 from .errors import ConfigError, Problem
 
 DEFAULT_FRACTION = 0.25

@@ -25,8 +25,8 @@ from trilane.probes.machine import describe_machine
 from trilane.stats import Stats
 from trilane.step_bench import limit_us
 from trilane.store import ExpertStore, Gate
-from trilane.trace import Trace
-from trilane.trace_import import bundled_trace
+from trilane.traces.trace import Trace
+from trilane.traces.trace_import import bundled_trace
 
 SEED = 20
 SCALE_EXPONENTS = (118, 121)  # E8M0 bytes of weights of about 0.01 to 0.04

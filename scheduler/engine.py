@@ -20,7 +20,6 @@ from trilane.arguments import apart_from, bad_id, check_hidden, check_ids, check
 from trilane.arrays import HostView, like_input
 from trilane.config import Config
 from trilane.cpu_kernels.team import TeamClosed, TeamError, TeamForked
-from trilane.effective_config import EffectiveConfig, resolve_config
 from trilane.errors import (
     ArrayError,
     ArrayTypeError,
@@ -37,6 +36,7 @@ from trilane.journal import StoryEntry
 from trilane.layer_rates import rates_of_layers
 from trilane.profile import MachineProfile
 from trilane.recorder import Recorder, record_path
+from trilane.settings.effective_config import EffectiveConfig, resolve_config
 from trilane.start_profile import start_profile
 from trilane.stats import Stats, make_stats
 from trilane.store import ExpertStore

@@ -58,7 +58,7 @@ from trilane.stash import Stash, on_stashes
 from trilane.state import State
 from trilane.stats import Total
 from trilane.store import ExpertStore
-from trilane.trace import TraceMeta
+from trilane.traces.trace import TraceMeta
 
 ELEMENTS = {"f32": HIDDEN_F32, "f16": HIDDEN_F16, "bf16": HIDDEN_BF16}
 SCRATCH_NBYTES = 64 << 20

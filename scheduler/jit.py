@@ -38,9 +38,9 @@ def _source_file(module: str) -> Path | None:
     package, _, rest = module.partition(".")
     if package != PACKAGE or not rest:
         return None
-    folder, _, name = rest.partition(".")
-    path = _ROOT / folder / f"{name}.py" if name else _HERE / f"{folder}.py"
-    return path if path.is_file() else None
+    *folders, name = rest.split(".")
+    paths = (root.joinpath(*folders, f"{name}.py") for root in (_HERE, _ROOT))
+    return next((path for path in paths if path.is_file()), None)
 
 
 def _imported_modules(module: str, source: bytes) -> Iterator[str]:

@@ -25,8 +25,8 @@ from trilane.jit import compiled
 from trilane.plan import Work
 from trilane.stash import Stash, on_stashes
 from trilane.state import State
-from trilane.trace import HAS_IDS, HINT, REQUEST, SETTLED, STEP, WAVE, Baseline, TraceMeta
-from trilane.trace_file import COLUMNS, EventBlock, encode_baseline, encode_events, open_appender
+from trilane.traces.trace import HAS_IDS, HINT, REQUEST, SETTLED, STEP, WAVE, Baseline, TraceMeta
+from trilane.traces.trace_file import COLUMNS, EventBlock, encode_baseline, encode_events, open_appender
 
 log = logging.getLogger("trilane")
 

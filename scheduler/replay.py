@@ -25,7 +25,7 @@ from trilane.replay_run import Events, Now, ReplayRun, Sum, make_loop
 from trilane.routing import make_grouping
 from trilane.stash import Stash
 from trilane.state import State
-from trilane.trace import STEP, Trace, TraceMeta
+from trilane.traces.trace import STEP, Trace, TraceMeta
 
 EVENTS_PER_CALL = 1 << 15  # between two looks at signals
 MAX_SHARDS = 1 << 12

@@ -22,7 +22,7 @@ from trilane.residency import drop_fill, land_fill
 from trilane.routing import Grouping, group_rows
 from trilane.stash import reader
 from trilane.state import State
-from trilane.trace import HINT, SETTLED, STEP, WAVE
+from trilane.traces.trace import HINT, SETTLED, STEP, WAVE
 
 NO_SLOT, DIFFERS = -1, -2  # what `run_events` returns beside an event
 

@@ -19,7 +19,7 @@ from trilane.plan import Options
 from trilane.replay import make_run, run_events, trace_events
 from trilane.replay_run import Sum
 from trilane.state import EVICTIONS, State, check, make_state
-from trilane.trace import Baseline, Trace
+from trilane.traces.trace import Baseline, Trace
 
 ALL_LANES = 0b1110
 CURVE = "zero_copy_us_per_byte"

@@ -10,7 +10,8 @@ from typing import Any
 
 import pytest
 
-from trilane import __version__, cli, cli_bench
+from trilane import __version__, cli
+from trilane.commands import bench
 from trilane.errors import StoreError
 
 
@@ -84,7 +85,7 @@ def small_probe(monkeypatch: Any) -> None:
 
 
 def test_bench_cpu_json_has_exactly_the_documented_form(small_probe: None, capsys: Any) -> None:
-    cli_bench.bench_cpu(["Q8_0"], [1], ["36x512"], as_json=True)
+    bench.bench_cpu(["Q8_0"], [1], ["36x512"], as_json=True)
     found = json.loads(capsys.readouterr().out)
     assert set(found) == {"machine", "rows"}
     (row,) = found["rows"]
@@ -94,7 +95,7 @@ def test_bench_cpu_json_has_exactly_the_documented_form(small_probe: None, capsy
 
 
 def test_bench_cpu_table_is_plain_where_there_is_no_terminal(small_probe: None, capsys: Any) -> None:
-    cli_bench.bench_cpu(["q8_0"], [1], ["36x512"])
+    bench.bench_cpu(["q8_0"], [1], ["36x512"])
     out = capsys.readouterr().out
     assert out.isascii() and "\x1b" not in out
     machine_line, heading, row = out.splitlines()
@@ -105,7 +106,7 @@ def test_bench_cpu_table_is_plain_where_there_is_no_terminal(small_probe: None, 
 def test_a_busy_machine_is_told_on_stderr(capsys: Any) -> None:
     from trilane.probes.cpu_experts import ExpertRate
 
-    cli_bench._warn([ExpertRate("q4_k", "avx2", (4, 256), 1, 1.0, 2.0, None, True)], has_ggml=True)
+    bench._warn([ExpertRate("q4_k", "avx2", (4, 256), 1, 1.0, 2.0, None, True)], has_ggml=True)
     assert "1 rows are estimates" in capsys.readouterr().err
 
 

@@ -11,7 +11,7 @@ from numba import config
 from test_cli import run
 from test_record import program
 
-from trilane.trace_file import read_trace
+from trilane.traces.trace_file import read_trace
 
 needs_compiled = pytest.mark.skipif(bool(config.DISABLE_JIT), reason="needs compiled code")
 

@@ -12,7 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import BaseModel, ValidationError
 
-from trilane import Config, ConfigError, config, config_problems
+from trilane import Config, ConfigError, config
+from trilane.settings import config_problems
 
 
 def problems_of(options: dict[str, Any]) -> dict[str, str]:

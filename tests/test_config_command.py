@@ -13,7 +13,7 @@ import pytest
 import yaml
 
 from trilane import Config, load_config
-from trilane.config_reference import all_options, example_text, reference_table
+from trilane.settings.config_reference import all_options, example_text, reference_table
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -69,7 +69,7 @@ def test_all_problems_are_printed_and_the_exit_code_is_1(tmp_path: Path) -> None
 
 
 def test_a_terminal_gets_a_table(monkeypatch: Any, capsys: Any) -> None:
-    from trilane.cli_config import show_config
+    from trilane.commands.config import show_config
 
     for name in [name for name in os.environ if name.startswith("TRILANE_")]:
         monkeypatch.delenv(name)

@@ -11,9 +11,10 @@ from typing import Any
 
 import pytest
 
-from trilane import Config, ConfigError, config_reference, effective_config, load_config
-from trilane.config_file import MAX_NBYTES
-from trilane.yaml_document import MAX_DEPTH
+from trilane import Config, ConfigError, load_config
+from trilane.settings import config_reference, effective_config
+from trilane.settings.config_file import MAX_NBYTES
+from trilane.settings.yaml_document import MAX_DEPTH
 
 
 @pytest.fixture

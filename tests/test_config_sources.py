@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 
 from trilane import Config, ConfigError, load_config
-from trilane.config_reference import all_options
-from trilane.config_sources import RESERVED
-from trilane.effective_config import resolve_config
+from trilane.settings.config_reference import all_options
+from trilane.settings.config_sources import RESERVED
+from trilane.settings.effective_config import resolve_config
 
 ROOT = Path(__file__).resolve().parent.parent
 

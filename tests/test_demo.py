@@ -3,7 +3,7 @@
 import dataclasses
 
 from trilane import demo
-from trilane.trace_import import bundled_trace
+from trilane.traces.trace_import import bundled_trace
 
 
 def test_bundled_trace_is_a_real_conversation():

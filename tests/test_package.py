@@ -30,8 +30,8 @@ LEAVES = {"jit", "errors"}
 # The rest (engine, store, stats, devices, command line, integrations) may import everything.
 MAY_IMPORT: list[tuple[tuple[str, ...], tuple[str, ...]]] = [
     (("jit", "errors"), ()),
-    (("config_problems",), ("errors",)),
-    (("config",), ("config_problems", "errors")),
+    (("settings.config_problems",), ("errors",)),
+    (("config",), ("settings.config_problems", "errors")),
     (tuple(sorted(DECISIONS)), (*sorted(DECISIONS), *sorted(LEAVES))),
     (("readers",), ("readers", "errors")),
     (("cpu_kernels",), ("cpu_kernels", "jit")),

@@ -20,10 +20,10 @@ from test_trace_file import mutated, payloads
 from trace_cases import assert_same_trace, drive
 
 from trilane import ExpertStore, TraceError
-from trilane import block_file as blocks
 from trilane.plan import make_options
-from trilane.trace import HINT, REQUEST, SETTLED, STEP, WAVE, Trace
-from trilane.trace_file import append_trace, read_trace
+from trilane.traces import block_file as blocks
+from trilane.traces.trace import HINT, REQUEST, SETTLED, STEP, WAVE, Trace
+from trilane.traces.trace_file import append_trace, read_trace
 from trilane.verify import verify
 
 pytestmark = pytest.mark.skipif(bool(config.DISABLE_JIT), reason="needs compiled code")

@@ -17,9 +17,9 @@ from trilane.planner import plan_layer
 from trilane.policy import empty_state, policy_options
 from trilane.profile import Curve, MachineProfile
 from trilane.replay import Replay, shards_of
-from trilane.trace import HINT, STEP, TraceMeta
-from trilane.trace_file import read_trace
-from trilane.trace_summary import reuse_distances
+from trilane.traces.trace import HINT, STEP, TraceMeta
+from trilane.traces.trace_file import read_trace
+from trilane.traces.trace_summary import reuse_distances
 
 pytestmark = pytest.mark.skipif(bool(config.DISABLE_JIT), reason="needs compiled code")
 

@@ -13,10 +13,10 @@ from trace_cases import mixed_trace, random_tokens
 from trilane import TraceError
 from trilane.cpu_kernels.formats import format_of
 from trilane.cpu_kernels.layout import ExpertLayout
-from trilane.trace import REQUEST, STEP, TraceMeta, as_batches, check_events
-from trilane.trace_file import read_trace
-from trilane.trace_import import GPTOSS20B_SHARDS, bundled_trace
-from trilane.trace_summary import reuse_distances, summarise
+from trilane.traces.trace import REQUEST, STEP, TraceMeta, as_batches, check_events
+from trilane.traces.trace_file import read_trace
+from trilane.traces.trace_import import GPTOSS20B_SHARDS, bundled_trace
+from trilane.traces.trace_summary import reuse_distances, summarise
 
 
 def test_tokens_come_back_as_they_went_in():

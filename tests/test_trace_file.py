@@ -13,9 +13,9 @@ import pytest
 from trace_cases import assert_same_trace, mixed_trace, random_tokens
 
 from trilane import TraceError
-from trilane import block_file as blocks
-from trilane.trace import Baseline
-from trilane.trace_file import (
+from trilane.traces import block_file as blocks
+from trilane.traces.trace import Baseline
+from trilane.traces.trace_file import (
     META,
     EventBlock,
     append_trace,
@@ -42,8 +42,8 @@ def test_what_goes_in_comes_out(path, make, codec):
 
 
 def test_several_blocks_and_appending(path, monkeypatch):
-    monkeypatch.setattr("trilane.trace_file.EVENTS_PER_BLOCK", 64)
-    monkeypatch.setattr("trilane.trace_file.ENTRIES_PER_BLOCK", 100)
+    monkeypatch.setattr("trilane.traces.trace_file.EVENTS_PER_BLOCK", 64)
+    monkeypatch.setattr("trilane.traces.trace_file.ENTRIES_PER_BLOCK", 100)
     one, two = mixed_trace(seed=1), mixed_trace(seed=2)
     append_trace(path, one)
     append_trace(path, two)

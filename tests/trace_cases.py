@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 from expert_cases import random_routing
 
-from trilane.trace import HINT, REQUEST, STEP, Trace, TraceMeta, trace_of_tokens
+from trilane.traces.trace import HINT, REQUEST, STEP, Trace, TraceMeta, trace_of_tokens
 
 MIXED = TraceMeta("mixed", (4, 300, 9), ((100, 50), (7, 7, 7), (64,)), "made up", "CC0-1.0")
 

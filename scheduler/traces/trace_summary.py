@@ -9,7 +9,7 @@ import numpy as np
 
 from trilane.errors import TraceError
 from trilane.jit import compiled
-from trilane.trace import HINT, REQUEST, STEP, Trace
+from trilane.traces.trace import HINT, REQUEST, STEP, Trace
 
 
 @dataclass(frozen=True)

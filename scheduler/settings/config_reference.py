@@ -14,7 +14,7 @@ from typing import Any
 import yaml
 
 from trilane.config import Config
-from trilane.config_problems import section_of
+from trilane.settings.config_problems import section_of
 
 _NAMED = {"null": "null", "boolean": "true or false", "size": "bytes, or a size such as 4.5GiB", "path": "a file name"}
 _BOUNDS = (("minimum", "{:g} or more"), ("exclusiveMinimum", "above {:g}"), ("maximum", "up to {:g}"))

@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from trilane.console import open_console
+from trilane.commands.console import open_console
 
 if TYPE_CHECKING:
-    from trilane.trace_summary import TraceSummary
+    from trilane.traces.trace_summary import TraceSummary
 
 VARIABLE = "TRILANE_RECORD_PATH"
 _SCHEMA = 1
@@ -86,7 +86,7 @@ def _import(
 
     from trilane.config import parse_nbytes
     from trilane.replay import shards_of
-    from trilane.trace_file import append_trace, read_trace
+    from trilane.traces.trace_file import append_trace, read_trace
 
     trace = read_trace(import_file)
     said = trace.meta
@@ -106,8 +106,8 @@ def _import(
 
 
 def _print_summary(file: Path, as_json: bool) -> None:
-    from trilane.trace_file import read_trace
-    from trilane.trace_summary import summarise
+    from trilane.traces.trace_file import read_trace
+    from trilane.traces.trace_summary import summarise
 
     summary = summarise(read_trace(file))
     nbytes = file.stat().st_size

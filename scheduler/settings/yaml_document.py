@@ -11,9 +11,9 @@ from typing import Any
 
 import yaml
 
-from trilane.config_problems import Location, path_text, shown
 from trilane.errors import Problem
-from trilane.yaml_scalars import Unclear, read_scalar
+from trilane.settings.config_problems import Location, path_text, shown
+from trilane.settings.yaml_scalars import Unclear, read_scalar
 
 MAX_DEPTH = 16  # of brackets and indents; an option needs three
 _PREFIX = "tag:yaml.org,2002:"

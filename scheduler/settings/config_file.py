@@ -8,8 +8,8 @@ from __future__ import annotations
 import os
 import stat
 
-from trilane.config_problems import shown
 from trilane.errors import Problem
+from trilane.settings.config_problems import shown
 
 MAX_NBYTES = 64 << 10  # every option with a page of comments each needs less
 _MARK = "\ufeff"  # a byte order mark, which some editors put at the start

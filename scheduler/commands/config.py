@@ -8,11 +8,11 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from trilane.console import open_console
+from trilane.commands.console import open_console
 
 if TYPE_CHECKING:
-    from trilane.effective_config import EffectiveConfig
     from trilane.errors import ConfigError
+    from trilane.settings.effective_config import EffectiveConfig
 
 _SCHEMA = 1
 
@@ -32,9 +32,9 @@ def show_config(
 
     Exit code 1 if anything is wrong; all of it is listed, with its line.
     """
-    from trilane.config_reference import example_text
-    from trilane.effective_config import load_config
     from trilane.errors import ConfigError
+    from trilane.settings.config_reference import example_text
+    from trilane.settings.effective_config import load_config
 
     if example:
         if file is not None or settings:
@@ -62,7 +62,7 @@ def _problems(error: ConfigError) -> dict[str, Any]:
 
 
 def _as_dict(found: EffectiveConfig) -> dict[str, Any]:
-    from trilane.config_reference import all_options
+    from trilane.settings.config_reference import all_options
 
     options = [
         {
@@ -79,7 +79,7 @@ def _as_dict(found: EffectiveConfig) -> dict[str, Any]:
 
 
 def _print_options(found: EffectiveConfig) -> None:
-    from trilane.config_reference import all_options, value_text
+    from trilane.settings.config_reference import all_options, value_text
 
     headings = ("option", "value", "from", "meaning")
     rows = [

@@ -14,7 +14,7 @@ from typing import Any, BinaryIO
 import numpy as np
 
 from trilane.errors import TraceError
-from trilane.trace import Trace, TraceMeta, trace_of_tokens
+from trilane.traces.trace import Trace, TraceMeta, trace_of_tokens
 
 BUNDLED = "gptoss20b_conversation.npz"
 # An expert of gpt-oss-20b in MXFP4 (hidden and intermediate size 2880, with biases) in this package's layout.

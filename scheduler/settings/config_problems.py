@@ -16,7 +16,7 @@ from typing import Any
 from pydantic import BaseModel, ValidationError
 from pydantic_core import PydanticCustomError
 
-from .errors import Problem, did_you_mean
+from trilane.errors import Problem, did_you_mean
 
 Model = type[BaseModel]
 Location = tuple[int | str, ...]

@@ -16,7 +16,8 @@ from typing import Any, BinaryIO
 import numpy as np
 from numpy.typing import NDArray
 
-from trilane.block_file import (
+from trilane.errors import TraceError
+from trilane.traces.block_file import (
     FILE_HEAD,
     XZ,
     ZLIB,
@@ -31,9 +32,8 @@ from trilane.block_file import (
     sound_block_after,
     unpack_arrays,
 )
-from trilane.errors import TraceError
-from trilane.trace import Baseline, Trace, TraceMeta, check_events
-from trilane.trace_import import read_npz
+from trilane.traces.trace import Baseline, Trace, TraceMeta, check_events
+from trilane.traces.trace_import import read_npz
 
 log = logging.getLogger("trilane")
 

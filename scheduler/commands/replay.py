@@ -10,13 +10,13 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from trilane.console import open_console
+from trilane.commands.console import open_console
 
 if TYPE_CHECKING:
     from trilane.config import Config
     from trilane.machines import ReplayMachine
     from trilane.replay import Replay, ReplayResult
-    from trilane.trace import Trace
+    from trilane.traces.trace import Trace
 
 _SCHEMA = 1
 _MB = 1e6
@@ -83,9 +83,9 @@ def replay(
 
 
 def _load(file: Path | None, tokens: int | None, batch: int | None) -> Trace:
-    from trilane.trace import as_batches
-    from trilane.trace_file import read_trace
-    from trilane.trace_import import bundled_trace
+    from trilane.traces.trace import as_batches
+    from trilane.traces.trace_file import read_trace
+    from trilane.traces.trace_import import bundled_trace
 
     trace = bundled_trace() if file is None else read_trace(file)
     if tokens is not None:
@@ -111,7 +111,7 @@ def _machine(name: str | None, format_name: str | None, gap_us: float | None) ->
 def _configs(policies: list[Path]) -> list[tuple[str, Config]]:
     """The configurations to compare by the names of their files: files alone, whatever the environment says."""
     from trilane.config import Config
-    from trilane.effective_config import load_config
+    from trilane.settings.effective_config import load_config
 
     if not policies:
         return [("default", Config())]

@@ -16,11 +16,11 @@ from typing import Any, Literal
 from pydantic import BaseModel
 
 from trilane.config import Config, sound_options
-from trilane.config_file import file_name, read_file
-from trilane.config_problems import shown
-from trilane.config_reference import Option, all_options
 from trilane.errors import Problem, did_you_mean
-from trilane.yaml_document import read_document
+from trilane.settings.config_file import file_name, read_file
+from trilane.settings.config_problems import shown
+from trilane.settings.config_reference import Option, all_options
+from trilane.settings.yaml_document import read_document
 
 PREFIX = "TRILANE_"
 FILE_VARIABLE = "TRILANE_CONFIG"

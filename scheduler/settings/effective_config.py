@@ -15,8 +15,9 @@ from types import MappingProxyType
 from typing import Any
 
 from trilane.config import ONE_OF, Config, sound_options
-from trilane.config_reference import all_options, value_text
-from trilane.config_sources import (
+from trilane.errors import ConfigError, Problem
+from trilane.settings.config_reference import all_options, value_text
+from trilane.settings.config_sources import (
     FILE_VARIABLE,
     Layer,
     Origin,
@@ -25,7 +26,6 @@ from trilane.config_sources import (
     file_layer,
     place_of,
 )
-from trilane.errors import ConfigError, Problem
 
 _DEFAULT = Origin("default", "default")
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 import typer
 
-from trilane.console import open_console
+from trilane.commands.console import open_console
 
 if TYPE_CHECKING:
     from trilane.probes.cpu_experts import ExpertRate

@@ -48,7 +48,7 @@ def probe(
 @contextlib.contextmanager
 def _progress() -> Iterator[Callable[[str, float], None] | None]:
     """A progress bar on a terminal's stderr; nothing elsewhere."""
-    from trilane.console import open_console
+    from trilane.commands.console import open_console
 
     console = open_console(stderr=True)
     if not console.is_terminal:
@@ -76,7 +76,7 @@ def _as_json(found: Calibration, saved: Path | None) -> dict[str, Any]:
 
 # ------------------------------------------------------------------------------------------- for people
 def _print(found: Calibration, saved: Path | None) -> None:
-    from trilane.console import open_console
+    from trilane.commands.console import open_console
     from trilane.probes.machine import describe_machine
 
     console, profile = open_console(), found.profile

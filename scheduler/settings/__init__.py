@@ -1,0 +1,1 @@
+"""Where options come from: YAML files, the environment and arguments, each value with its origin."""
