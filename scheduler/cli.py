@@ -52,7 +52,11 @@ def main() -> None:
     """Run the command line; errors that users can cause are one line each, without a traceback."""
     try:
         app()
-    except (TrilaneError, MemoryError, OSError) as error:
+    except OSError as error:
+        text = f"{error.filename}: {error.strerror}" if error.filename is not None else error.strerror
+        print(f"trilane: {text or error}", file=sys.stderr)
+        sys.exit(1)
+    except (TrilaneError, MemoryError) as error:
         print(f"trilane: {error}", file=sys.stderr)
         sys.exit(1)
     except KeyboardInterrupt:

@@ -97,7 +97,8 @@ class ExpertScheduler:
     config : Config, EffectiveConfig, mapping or path, optional
         Options; see :class:`~trilane.Config`. A path names a YAML file. Variables such as
         ``TRILANE_CACHE_SLOTS`` apply over a file, and where nothing is given; options that are passed as
-        objects or mappings are taken as they are.
+        objects or mappings are taken as they are. One exception: ``TRILANE_RECORD_PATH`` holds for all that do not
+        set ``record.path``, so that any program can be recorded from outside.
     device : str
         ``"host"``: slots, link and device are played by the machine's own memory and cores. ``"cuda"``: an NVIDIA
         GPU. ``"auto"``: the GPU if one can be used, else the host.

@@ -13,7 +13,9 @@ from __future__ import annotations
 import ast
 import functools
 import hashlib
+import logging
 import os
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import CodeType, FunctionType
@@ -29,6 +31,8 @@ FLAGS = {"nogil": True, "fastmath": False, "error_model": "numpy"}
 
 
 PACKAGE = "trilane"
+NOTICE_S = 2.0  # seconds of compiling after which the log says what takes so long
+log = logging.getLogger(PACKAGE)
 _HERE = Path(__file__).resolve().parent
 _ROOT = _HERE if (_HERE / "cpu_kernels").is_dir() else _HERE.parent  # installed wheel, or a checkout
 
@@ -77,6 +81,44 @@ def cache_folder() -> Path:
     return Path(numba_config.CACHE_DIR or platformdirs.user_cache_dir(PACKAGE)) / "compiled"
 
 
+class CompileNotice:
+    """Says once in the log that code is being compiled, when that has taken a while; what is cached stays silent.
+
+    Numba compiles under a lock, so calls nest but never overlap.
+    """
+
+    def __init__(self) -> None:
+        self._depth, self._begin_s, self._spent_s, self._said = 0, 0.0, 0.0, False
+
+    def begin(self, now_s: float) -> None:
+        """A function was not in the cache: its compilation begins."""
+        self._begin_s = self._begin_s if self._depth else now_s
+        self._depth += 1
+        if not self._said and self._spent_s + now_s - self._begin_s > NOTICE_S:
+            self._said = True
+            log.warning(
+                "trilane compiles its code for this processor, which can take minutes once; it is kept in %s",
+                cache_folder(),
+            )
+
+    def end(self, now_s: float) -> None:
+        """It was compiled and saved."""
+        self._depth -= 1
+        if self._depth == 0:
+            self._spent_s += now_s - self._begin_s
+
+
+@functools.cache
+def _warn_not_kept(folder: str, reason: str) -> None:
+    """Once a process."""
+    log.warning(
+        "trilane cannot keep compiled code in %s (%s), so each process compiles it anew, which can take minutes: "
+        "set NUMBA_CACHE_DIR to a folder that can be written",
+        folder,
+        reason,
+    )
+
+
 class _PackageLocator(caching._CacheLocator):
     """Locates the cache by the hash of a module and of what it imports, not by one file's time stamp."""
 
@@ -101,7 +143,8 @@ class _PackageLocator(caching._CacheLocator):
         locator = cls(py_func, py_file)
         try:
             locator.ensure_cache_path()
-        except OSError:
+        except OSError as error:
+            _warn_not_kept(str(cache_folder()), error.strerror or str(error))
             return None
         return locator
 
@@ -134,6 +177,7 @@ class _KeyedCacheFile(caching.IndexDataCacheFile):
 
 class _PackageCache(caching.FunctionCache):
     _impl_class = _PackageCacheImpl
+    _notice = CompileNotice()  # of the process
 
     def __init__(self, py_func: Callable[..., Any]) -> None:
         super().__init__(py_func)
@@ -143,6 +187,19 @@ class _PackageCache(caching.FunctionCache):
             filename_base=self._impl.filename_base,
             source_stamp=locator.get_source_stamp(),
         )
+
+    def load_overload(self, sig: Any, target_context: Any) -> Any:
+        found = super().load_overload(sig, target_context)
+        if found is None:
+            self._notice.begin(time.perf_counter())
+        return found
+
+    def save_overload(self, sig: Any, data: Any) -> None:
+        self._notice.end(time.perf_counter())
+        try:
+            super().save_overload(sig, data)
+        except OSError as error:  # a full disk, say, costs the next process its time and this one nothing
+            _warn_not_kept(str(cache_folder()), error.strerror or str(error))
 
     def _index_key(self, sig: Any, codegen: Any) -> tuple[Any, ...]:
         """Numba's key, but with closures described by what they hold: it pickles them, and a pickled

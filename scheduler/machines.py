@@ -19,6 +19,8 @@ from trilane.profile import Curve, Machine, MachineProfile, load_profile
 
 TABLE = "machines.csv"
 DEFAULT_MACHINE = "rtx3090-ddr4"
+THIS_MACHINE = "this"  # whose profile is that of the machine that replays
+USUAL_FORMAT = "q4_k"  # whose rates of a profile are used where nothing is said
 FORMAT = "any"  # a machine of the table has one rate for all weight formats
 MAX_PROFILE_NBYTES = 1 << 22
 
@@ -75,7 +77,8 @@ def table_machine(name: str) -> ReplayMachine:
     rows = bundled_machines()
     if name not in rows:
         known = ", ".join(rows)
-        raise ProfileError(f"machine {name!r}: unknown; use {known}, or a profile's file.{did_you_mean(name, rows)}")
+        others = f"'{THIS_MACHINE}', or a profile's file"
+        raise ProfileError(f"machine {name!r}: unknown; use {known}, {others}.{did_you_mean(name, rows)}")
     row = rows[name]
     value = {column: float(text) for column, text in row.items() if column not in ("name", "source")}
     profile = MachineProfile(
@@ -98,7 +101,7 @@ def load_machine(name: str, *, format_name: str | None = None, gap_us: float | N
     ----------
     name : str
     format_name : str, optional
-        Weight format whose rates of a profile are used; None: the first that it has.
+        Weight format whose rates of a profile are used; None: Q4_K, or else the first that it has.
     gap_us : float, optional
         Instead of the machine's own; a profile has none, so there it is 0.
 
@@ -119,11 +122,19 @@ def load_machine(name: str, *, format_name: str | None = None, gap_us: float | N
 def _file_machine(path: Path, format_name: str | None) -> ReplayMachine:
     if path.stat().st_size > MAX_PROFILE_NBYTES:
         raise ProfileError(f"{path}: {path.stat().st_size} bytes are no machine profile")
-    profile = load_profile(path.read_text(errors="replace"))
+    try:
+        profile = load_profile(path.read_text(errors="replace"))
+    except ProfileError as error:
+        raise ProfileError(f"{path}: {error}") from None
+    return profile_machine(profile, path, format_name)
+
+
+def profile_machine(profile: MachineProfile, path: Path, format_name: str | None = None) -> ReplayMachine:
+    """A measured profile, which is the one of ``path``, as a machine to replay on; see `load_machine`."""
     formats = [name for name in profile.cpu_experts if name in profile.device_experts]
     if not formats:
         raise ProfileError(f"{path}: the profile has no weight format with rates of both CPU and device")
-    chosen = formats[0] if format_name is None else format_name
+    chosen = (USUAL_FORMAT if USUAL_FORMAT in formats else formats[0]) if format_name is None else format_name
     if chosen not in formats:
         raise ProfileError(f"{path}: the profile has no rates of {chosen!r}; it has {', '.join(formats)}")
-    return ReplayMachine(path.stem, profile, 0.0, chosen, f"measured profile, rates of {chosen}")
+    return ReplayMachine(path.stem, profile, 0.0, chosen, f"measured profile, rates of {chosen} (see --format)")

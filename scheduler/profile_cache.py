@@ -33,6 +33,19 @@ def profile_path(machine: Machine) -> Path:
     return profile_folder() / f"{'-'.join(_NO_WORD.sub('-', name.lower()).strip('-') for name in names)}.json"
 
 
+def check_target(path: Path) -> None:
+    """Refuse to replace what is no regular file: a rename over a device or a pipe would remove it.
+
+    Raises
+    ------
+    ProfileError
+    """
+    if path.exists() and not path.is_file():
+        raise ProfileError(f"{path}: it is no regular file; give the name of a file for the profile")
+    if not path.parent.is_dir():
+        raise ProfileError(f"{path}: its folder does not exist; make it, or give another file")
+
+
 def save_profile(profile: MachineProfile, path: Path | None = None) -> Path:
     """Write a profile, by default to where :func:`find_profile` looks; the file is whole or not there.
 
@@ -40,9 +53,14 @@ def save_profile(profile: MachineProfile, path: Path | None = None) -> Path:
     ------
     OSError
         The folder cannot be written to.
+    ProfileError
+        ``path`` is no regular file, or in no folder.
     """
-    path = profile_path(profile.machine) if path is None else Path(path)
-    path.parent.mkdir(parents=True, exist_ok=True)
+    if path is None:
+        path = profile_path(profile.machine)
+        path.parent.mkdir(parents=True, exist_ok=True)
+    else:
+        check_target(path := Path(path))
     handle, name = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
     try:
         with os.fdopen(handle, "w", encoding="utf-8") as file:

@@ -41,7 +41,7 @@ NO_EXPERT = 0xFFFF  # 0xFF once its low byte alone is kept
 def record_path(config: Config) -> Path | None:
     """Where to record: what the configuration says, else what who runs the program asks for by `trilane record`."""
     asked = os.environ.get(VARIABLE)
-    return config.record.path or (Path(asked) if asked else None)
+    return config.record.path or (Path(asked).expanduser() if asked else None)
 
 
 class Tape(NamedTuple):

@@ -6,6 +6,7 @@ whether a recorded run's plans come out the same is verify.py's question. Nothin
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field
@@ -201,9 +202,21 @@ class Replay:
         runs = {"": options}
         if single_lanes:
             runs |= {lane: options._replace(lanes=1 << k) for k, lane in enumerate(LANE_NAMES) if k}
-        with ThreadPoolExecutor(max_workers=2) as pool:
-            found = {key: pool.submit(self._pass, config, slots, one, progress) for key, one in runs.items()}
+        stopped = threading.Event()
+
+        def advance(events: int) -> None:
+            if stopped.is_set():
+                raise InterruptedError
+            if progress is not None:
+                progress(events)
+
+        pool = ThreadPoolExecutor(max_workers=2)
+        try:
+            found = {key: pool.submit(self._pass, config, slots, one, advance) for key, one in runs.items()}
             done = {key: future.result() for key, future in found.items()}
+        finally:
+            stopped.set()  # after Ctrl-C, whoever is still at work ends after its next events
+            pool.shutdown(cancel_futures=True)
         result = done.pop("")
         if result is None:
             raise TraceError(

@@ -104,6 +104,22 @@ class Stats:
         """Plain types, for JSON."""
         return asdict(self)
 
+    def __str__(self) -> str:
+        """A few lines for people; the figures are those of the attributes."""
+        rate = "-" if self.hit_rate is None else f"{self.hit_rate:.1%}"
+        lines = [
+            f"{self.steps:,} steps, {self.rows:,} rows, hit rate {rate}; {self.fills:,} fills, "
+            f"{self.background_fills:,} in the background, {self.evictions:,} evictions",
+            f"{self.step_us:,.1f} us in steps, {self.predicted_step_us:,.1f} predicted; {self.plan_us:,.1f} planning",
+            f"{'lane':9s} {'experts':>11s} {'shards':>11s} {'MB':>13s} {'us predicted':>15s} {'us observed':>15s}",
+        ]
+        for name, lane in self.lanes.items():
+            counts = f"{lane.experts:11,} {lane.shards:11,} {lane.nbytes / 1e6:13,.2f}"
+            lines.append(f"{name:9s} {counts} {lane.predicted_us:15,.1f} {lane.observed_us:15,.1f}")
+        lines += [f"not used: {name}: {reason}" for name, reason in self.inactive.items()]
+        lines += [f"played: {name} at {gb_s:g} GB/s" for name, gb_s in self.played.items()]
+        return "\n".join(lines)
+
 
 def make_stats(
     totals: np.ndarray,

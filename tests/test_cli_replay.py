@@ -11,6 +11,7 @@ from numba import config
 from test_cli import run
 from test_record import program
 
+from trilane.commands import replay as replay_command
 from trilane.traces.trace_file import read_trace
 
 needs_compiled = pytest.mark.skipif(bool(config.DISABLE_JIT), reason="needs compiled code")
@@ -95,3 +96,50 @@ def test_mistakes_are_answered_in_a_line(args, code, text, monkeypatch, tmp_path
     result = run(*args, expect=code)
     assert text in " ".join(result.stderr.replace("│", " ").split())
     assert not list(tmp_path.iterdir())
+
+
+@needs_compiled
+def test_the_machine_is_named_by_default_and_this_one_is_its_profile(npz, tmp_path, monkeypatch):
+    common = ["replay", str(npz), "--expert-bytes", "3MB", "--slots", "2", "--no-single-lanes"]
+    assert "rtx3090-ddr4 (the default; see --machine)" in run(*common).stdout
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    shown = run(*common, "--machine", "this", expect=1).stderr
+    assert "machine 'this'" in shown and "trilane probe" in shown
+
+
+@needs_compiled
+def test_a_saved_profile_is_this_machine(npz, tmp_path, monkeypatch):
+    from made_profile import make_profile
+
+    from trilane.calibrate import this_machine
+    from trilane.profile_cache import profile_path, save_profile
+
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    saved = save_profile(make_profile())
+    assert saved == profile_path(this_machine())
+    found = replay_command._machine("this", None, 7.0)
+    assert found.name == saved.stem and found.gap_us == 7 and found.format == "q4_k"
+
+
+@pytest.mark.parametrize(
+    ("args", "text", "code"),
+    [
+        (["replay", "nowhere.trace"], "nowhere.trace: No such file or directory", 1),
+        (["replay", "{npz}", "--expert-bytes", "3MB", "--vram", "8"], "not one slot of 3000000 bytes fits", 2),
+        (["replay", "{npz}", "--expert-bytes", "3MB", "--machine", "{text}"], "text.json: ", 1),
+        (["record", "{none}/a.trace", "--", "true"], "its folder does not exist", 1),
+        (["record", "{text}", "--", "true"], "it is no trace file", 1),
+    ],
+)
+def test_what_a_newcomer_gets_wrong_is_answered_before_anything_runs(npz, tmp_path, args, text, code):
+    (tmp_path / "text.json").write_text("no profile, no trace")
+    names = {"npz": npz, "text": tmp_path / "text.json", "none": tmp_path / "none"}
+    shown = run(*(arg.format(**names) for arg in args), expect=code).stderr
+    assert text in " ".join(shown.replace("\u2502", " ").split())
+
+
+def test_a_trace_of_which_nothing_is_left_is_an_error(npz, tmp_path):
+    path = tmp_path / "a.trace"
+    run("record", str(path), "--import", str(npz), "--expert-bytes", "1000")
+    path.write_bytes(path.read_bytes()[:-10])  # the only block of events
+    assert "it holds no whole layer-step" in run("replay", str(path), expect=1).stderr

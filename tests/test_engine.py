@@ -152,6 +152,7 @@ def test_nothing_to_do(store, scheduler):
     stats = scheduler.stats()
     assert stats.steps == 2 and stats.hit_rate is None and stats.fills == 0
     assert not any(lane.shards for lane in stats.lanes.values())
+    assert str(stats).startswith("2 steps") and "hit rate -" in str(stats)
 
 
 def test_duplicates_count_twice(store, scheduler):

@@ -176,3 +176,11 @@ def test_a_foreign_profile_is_refused(as_file, tmp_path):
     given = save_profile(foreign, tmp_path / "foreign.json") if as_file else foreign
     with pytest.raises(ProfileError, match=r"cpu was 'Fast 9000' .*cores_allowed was 4|cpu was 'Fast 9000'"):
         start_profile.start_profile(given, Config())
+
+
+def test_only_a_file_is_replaced(tmp_path):
+    os.mkfifo(tmp_path / "pipe")
+    for path, text in ((tmp_path / "pipe", "no regular file"), (tmp_path / "none" / "a.json", "folder does not exist")):
+        with pytest.raises(ProfileError, match=text):
+            save_profile(make_profile(), path)
+    assert (tmp_path / "pipe").is_fifo() and [path.name for path in tmp_path.iterdir()] == ["pipe"]

@@ -101,7 +101,9 @@ def _print_options(found: EffectiveConfig) -> None:
     from rich.table import Table
     from rich.text import Text
 
-    table = Table(*headings, box=box.SIMPLE)
+    table = Table(box=box.SIMPLE)
+    for heading in headings:
+        table.add_column(heading, overflow="fold")  # names are whole on narrow terminals, too
     for row in rows:
         table.add_row(*map(Text, row), style=None if row[2] == "default" else "bold")
     console.print(table)

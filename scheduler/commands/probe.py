@@ -28,8 +28,10 @@ def probe(
 ) -> None:
     """Measure this machine and save its profile, which schedulers plan from."""
     from trilane.calibrate import calibrate
-    from trilane.profile_cache import save_profile
+    from trilane.profile_cache import check_target, save_profile
 
+    if output is not None:
+        check_target(output)  # before the time is spent
     with _progress() as report:
         found = calibrate(quick=quick, on_progress=report)
     try:

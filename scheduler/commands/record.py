@@ -61,6 +61,7 @@ def _run(file: Path, command: list[str]) -> int:
     """Run the program with recording switched on; its exit code."""
     from trilane.errors import TraceError
 
+    _check_target(file)
     before = file.stat().st_size if file.exists() else -1
     try:
         code = subprocess.run(command, env=os.environ | {VARIABLE: str(file.resolve())}, check=False).returncode
@@ -70,6 +71,24 @@ def _run(file: Path, command: list[str]) -> int:
         typer.echo("trilane: nothing was recorded: the program ran no layer-step of an ExpertScheduler", err=True)
         raise typer.Exit(code or 1)
     return code if code >= 0 else 128 - code  # as a shell reports a signal
+
+
+def _check_target(file: Path) -> None:
+    """Refuse before the program runs what its recording would be refused for."""
+    from trilane.traces.block_file import MAGIC, check_regular
+    from trilane.errors import TraceError
+
+    check_regular(file)
+    folder = file.resolve().parent
+    if not folder.is_dir():
+        raise TraceError(f"{file}: its folder does not exist; make it, or record to another file")
+    if not os.access(file if file.exists() else folder, os.W_OK):
+        raise TraceError(f"{file}: it cannot be written; record to another file")
+    if file.exists():
+        with file.open("rb") as opened:
+            head = opened.read(len(MAGIC))
+        if head and head != MAGIC[: len(head)]:
+            raise TraceError(f"{file}: it is no trace file, and a recording would not be appended; name another")
 
 
 def _import(

@@ -30,10 +30,15 @@ def replay(
     slots_total: Annotated[int | None, typer.Option(min=0, help="Slots for so many experts in all.")] = None,
     vram: Annotated[str | None, typer.Option(help="Slots that fit into so many bytes, such as 8GiB.")] = None,
     machine: Annotated[
-        str | None, typer.Option(help="Name of a bundled machine, or the JSON file of a profile.")
+        str | None,
+        typer.Option(
+            help="A bundled machine (a wrong name lists them), 'this' for what trilane probe measured here, or the "
+            "JSON file of a profile. Default: rtx3090-ddr4."
+        ),
     ] = None,
     policies: Annotated[
-        list[Path] | None, typer.Option("--policy", help="Configuration file; repeat it to compare. Default: none.")
+        list[Path] | None,
+        typer.Option("--policy", help="Configuration file; repeat it to compare. Default: no file."),
     ] = None,
     expert_bytes: Annotated[str | None, typer.Option(help="Bytes of an expert. Default: what the trace says.")] = None,
     shards: Annotated[
@@ -59,18 +64,26 @@ def replay(
 
     Exit code 1 if --verify finds a plan that differs.
     """
+    from trilane.errors import TraceError
     from trilane.replay import Replay
+    from trilane.traces.trace import STEP
 
     if sum(value is not None for value in (slots, slots_total, vram)) > 1:
         raise typer.BadParameter("give one of --slots, --slots-total and --vram", param_hint="--slots")
-    size = {"per_layer": slots, "total": slots_total, "nbytes": _size("--vram", vram)}
+    room = _size("--vram", vram)
     nbytes, configs = _size("--expert-bytes", expert_bytes), _configs(policies or [])
     trace = _load(file, tokens, batch)
     if verify_plans:
         _verify(trace, as_json)
         return
+    if not (trace.kind == STEP).any():
+        raise TraceError(f"{file or 'the trace'}: it holds no whole layer-step: there is nothing to replay")
     where = _machine(machine, format_name, gap_us)
     ready = Replay(trace, where, expert_nbytes=nbytes, num_shards=shards)
+    if room is not None and 0 < room < ready.geometry.shard_nbytes.max():
+        rule = f"not one slot of {ready.geometry.shard_nbytes.max()} bytes fits; give a size such as 8GiB"
+        raise typer.BadParameter(f"{vram!r} is {room} bytes: {rule}", param_hint="--vram")
+    size = {"per_layer": slots, "total": slots_total, "nbytes": room}
     with _progress(trace.num_events * len(configs) * (4 if single_lanes else 1)) as advance:
         results = [
             ready.run(name, config, ready.slots_for(config, **size), single_lanes=single_lanes, progress=advance)
@@ -79,7 +92,7 @@ def replay(
     if as_json:
         typer.echo(json.dumps(_as_dict(trace, ready, where, results), indent=1))
     else:
-        _print_results(trace, ready, where, results)
+        _print_results(trace, ready, where, results, by_default=machine is None)
 
 
 def _load(file: Path | None, tokens: int | None, batch: int | None) -> Trace:
@@ -103,9 +116,27 @@ def _size(option: str, text: str | None) -> int | None:
 
 
 def _machine(name: str | None, format_name: str | None, gap_us: float | None) -> ReplayMachine:
-    from trilane.machines import DEFAULT_MACHINE, load_machine
+    from dataclasses import replace
 
+    from trilane.machines import DEFAULT_MACHINE, THIS_MACHINE, load_machine
+
+    if name == THIS_MACHINE:
+        here = _this_machine(format_name)
+        return here if gap_us is None else replace(here, gap_us=gap_us)
     return load_machine(name or DEFAULT_MACHINE, format_name=format_name, gap_us=gap_us)
+
+
+def _this_machine(format_name: str | None) -> ReplayMachine:
+    """The machine that we run on, by its saved profile."""
+    from trilane.calibrate import this_machine
+    from trilane.errors import ProfileError
+    from trilane.machines import profile_machine
+    from trilane.profile_cache import find_profile
+
+    profile, found = find_profile(this_machine())
+    if profile is None:
+        raise ProfileError(f"machine 'this': {found}; run 'trilane probe' first, or name another machine")
+    return profile_machine(profile, Path(found), format_name)
 
 
 def _configs(policies: list[Path]) -> list[tuple[str, Config]]:
@@ -166,7 +197,9 @@ def _as_dict(trace: Trace, ready: Replay, machine: ReplayMachine, results: list[
     }
 
 
-def _print_results(trace: Trace, ready: Replay, machine: ReplayMachine, results: list[ReplayResult]) -> None:
+def _print_results(
+    trace: Trace, ready: Replay, machine: ReplayMachine, results: list[ReplayResult], *, by_default: bool
+) -> None:
     from rich import box
     from rich.table import Table
 
@@ -175,7 +208,8 @@ def _print_results(trace: Trace, ready: Replay, machine: ReplayMachine, results:
     model, passes = trace.meta.model or "not named", results[0].passes
     console.print(f"trace:   {model}, {geometry.num_layers} layers, {passes:,} passes")
     console.print(f"experts: {nbytes / _MB:.2f} MB in {shards} shards (layer 0)")
-    console.print(f"machine: {machine.name}, {machine.gap_us:g} us between layers; {machine.source}")
+    name = f"{machine.name} (the default; see --machine)" if by_default else machine.name
+    console.print(f"machine: {name}, {machine.gap_us:g} us between layers; {machine.source}")
     console.print("times are modelled: the machine's rates, no measurement", style="dim")
     table = Table(box=box.SIMPLE if console.is_terminal else None)
     table.add_column("")

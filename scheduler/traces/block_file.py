@@ -194,7 +194,10 @@ class BlockAppender:
     def __init__(self, path: Path) -> None:
         self.path = path
         check_regular(path)
-        self.file = open(path, "r+b" if path.exists() else "x+b", buffering=0)  # noqa: SIM115
+        try:
+            self.file = open(path, "r+b" if path.exists() else "x+b", buffering=0)  # noqa: SIM115
+        except OSError as error:
+            raise TraceError(f"{path}: it cannot be written ({error.strerror}); name another file") from error
         try:
             _lock(self.file, path)
         except BaseException:
