@@ -75,8 +75,8 @@ def _run(file: Path, command: list[str]) -> int:
 
 def _check_target(file: Path) -> None:
     """Refuse before the program runs what its recording would be refused for."""
-    from trilane.traces.block_file import MAGIC, check_regular
     from trilane.errors import TraceError
+    from trilane.traces.block_file import MAGIC, check_regular
 
     check_regular(file)
     folder = file.resolve().parent
