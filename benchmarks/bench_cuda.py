@@ -56,8 +56,7 @@ class LayersInOneGraph:
         words, held = [], []
         for layer in range(layers):
             step = StepInput(layer, 1, top_k, x, 4 * hidden, "f32", out + 4 * hidden * layer, 4 * hidden, "f32")
-            step_words = self.runner._step_words(step, ids + 8 * top_k * layer, 8, weights)
-            encoded = self.runner.device.encode_step(layer, step_words)
+            encoded = self.runner.launches.encode(step, ids + 8 * top_k * layer, 8, weights)
             words.append(encoded.words)
             held.append(encoded)
         self.encoded = Encoded(np.concatenate(words), held)

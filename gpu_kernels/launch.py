@@ -126,7 +126,7 @@ def plan_launch(
     updates: int,
     wait: bool = False,
 ) -> Launch:
-    """Blocks for up to ``max_items`` items of a plan, and one for its updates; both are addresses.
+    """The block that fetches a plan and its updates, both addresses, and those for up to ``max_items`` items.
 
     With ``wait`` the plan is waited for inside the kernel, until it is that of the step.
     """

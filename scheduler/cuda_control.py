@@ -34,6 +34,7 @@ from trilane.state import LRU
 TEAM_SLICE_NS = 5_000_000
 WATCH_NS = 5_000_000
 PAUSES = 4  # between two looks while hot
+STAMPS_AT_ONCE = 128  # eight lines of memory that the GPU writes
 INJECTED = 999  # the status of a copy that a test lets fail
 
 
@@ -68,7 +69,7 @@ def answer_mail(run, rates):
     first = run.geometry.first_expert[layer]
     for i in range(num_experts):
         run.seen[first + g.experts[i]] = clock
-    _count_hits(run.seen, run.state, run.geometry, wire.places[Place.STAMPS], clock)
+    _count_hits(wire, run.seen, run.state, run.geometry, clock)
 
 
 @compiled(counted=False)
@@ -140,10 +141,16 @@ def _await_team(wire, ticket):
 
 # ------------------------------------------------------------------------------------------- what happened
 @compiled(counted=False)
-def _count_hits(seen, state, geometry, stamps, clock):
-    """Uses in steps without misses, which only the GPU saw: its stamps say when an expert was last routed to."""
-    for expert in range(seen.size):
-        stamp = clock - ((clock - u32_at(stamps + 4 * expert)) & 0xFFFFFFFF)
+def _count_hits(wire, seen, state, geometry, clock):
+    """Uses in steps without misses, which only the GPU saw: its stamps say when an expert was last routed to.
+
+    Looks at some experts after each step, in turn, so that the next mailbox never waits for all of them.
+    """
+    first, stamps = wire.control[Control.HITS_SEEN], wire.places[Place.STAMPS]
+    end = min(first + STAMPS_AT_ONCE, seen.size)
+    wire.control[Control.HITS_SEEN] = end if end < seen.size else 0
+    for expert in range(first, end):
+        stamp = clock - ((clock - u32_at(stamps + 4 * expert)) & 0xFFFFFFFF)  # a later step's is not counted yet
         if stamp > seen[expert]:
             seen[expert] = stamp
             if state.eviction == LRU:

@@ -83,6 +83,7 @@ class Control(IntEnum):
     NUM_ROWS = 19  # thread: its rows
     HINT_LAYER = 20  # host, while it holds the state
     NUM_HINTS = 21
+    HITS_SEEN = 22  # thread: the expert whose stamp it looks at next
     SIZE = 24
 
 

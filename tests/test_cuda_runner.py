@@ -118,7 +118,7 @@ def test_background_fills_land_in_stages(played):
     assert scheduler.hint(0, [6, 7]) == 4
     for _ in range(40):  # each step can acknowledge one list
         scheduler.forward(0, x, [[1]], weights)
-        if scheduler._runner._control[Control.FILL_STAGE] == Stage.IDLE:
+        if scheduler._runner.threads.control[Control.FILL_STAGE] == Stage.IDLE:
             break
         time.sleep(0.002)
     before = scheduler.stats()
@@ -137,7 +137,7 @@ def test_hits_that_only_the_gpu_saw_count_for_eviction(played):
         scheduler.forward(0, x, [[expert]], one)
         time.sleep(0.01)
     scheduler.forward(0, x, [[3]], one)
-    with scheduler._runner.holding():
+    with scheduler._runner.threads.holding():
         resident = scheduler._runner.state.resident[:4].tolist()
     assert resident[3] == 2 and resident[1] == 0
 
