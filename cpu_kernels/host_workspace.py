@@ -17,6 +17,7 @@ from trilane.cpu_kernels.activation import F32_BLOCK_NBYTES, RECORD_NBYTES
 from trilane.cpu_kernels.formats import BLOCK
 from trilane.cpu_kernels.layout import ExpertLayout
 from trilane.cpu_kernels.words import Combine, DeviceJob, LinkJob, Piece, Publish, Shard, TeamJob
+from trilane.records import record
 
 CACHE_LINE = 64
 
@@ -60,6 +61,7 @@ class Part(IntEnum):
     COMBINE_BLOCK = 17
 
 
+@record
 class Workspace(NamedTuple):
     """Blocks of words.py, and scratch. All arrays are aligned to 64 bytes."""
 

@@ -16,6 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from trilane.expert import decision
+from trilane.records import record
 
 # Places in the array of predicted us; the first four are the lanes' own numbers.
 DEVICE_US = 4
@@ -26,6 +27,7 @@ NUM_TERMS = 8
 TERM_NAMES = ("hit", "stream", "zero_copy", "cpu", "device", "both", "shared", "step")
 
 
+@record
 class Rates(NamedTuple):
     """Every constant of the cost model, for one format and shard size of one machine.
 

@@ -19,6 +19,7 @@ from trilane.host_step import Tables
 from trilane.jit import compiled
 from trilane.journal import Journal
 from trilane.plan import Options, Work
+from trilane.records import record
 from trilane.routing import Grouping
 from trilane.state import State
 
@@ -115,11 +116,9 @@ class Stage(IntEnum):
     VALIDATING = 4
 
 
+@record
 class Wire(NamedTuple):
-    """What the control thread and the GPU share, and what it counts in between.
-
-    Small on purpose: a compiled function takes a tuple apart array by array, so what needs little gets little.
-    """
+    """What the control thread and the GPU share, and what it counts in between."""
 
     places: np.ndarray  # int64, by Place
     control: np.ndarray  # int64, by Control
@@ -145,6 +144,7 @@ class Fills(NamedTuple):
     victim: np.ndarray
 
 
+@record
 class CudaStep(NamedTuple):
     """Everything that the control thread needs, in one argument."""
 

@@ -430,7 +430,7 @@ def _inactive(config: Config, num_slots: int, recorder: Recorder | None) -> dict
             reasons[lane] = "policy.lanes leaves it out"
     if num_slots == 0:
         reasons["cache"] = "there are no slots (section cache)"
+        reasons.setdefault("stream", "there are no slots to stream to")
     if recorder is not None and recorder.failure is not None:
         reasons["record"] = f"the recording ended: {recorder.failure}"
-        reasons.setdefault("stream", "there are no slots to stream to")
     return reasons

@@ -16,6 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from trilane.jit import compiled
+from trilane.records import record
 
 UNPLACED = -2  # wanted, but no place could be had in this wave
 SKIP = -1  # nothing to do: no such shard, or done in an earlier wave
@@ -36,6 +37,7 @@ def decision(fn: Callable[..., Any] | None = None, *, inline: bool = False) -> A
     return compiled(fn, merge=inline, counted=False)
 
 
+@record
 class Geometry(NamedTuple):
     """How the experts and shards of all layers are numbered, and how large the shards are.
 

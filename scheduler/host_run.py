@@ -24,6 +24,7 @@ from trilane.jit import compiled
 from trilane.journal import Journal, write_plan, write_wave
 from trilane.plan import Options, Work
 from trilane.planner import plan_layer, plan_wave
+from trilane.records import record
 from trilane.routing import Grouping, group_rows
 from trilane.state import State
 
@@ -73,6 +74,7 @@ class Step(IntEnum):
     SIZE = 24
 
 
+@record
 class HostStep(NamedTuple):
     """Everything that a step needs, in one argument."""
 
@@ -232,3 +234,9 @@ def next_wave(run, rates):
         return FAILED
     write_wave(run.journal, layer, step[Step.NUM_EXPERTS] * run.geometry.num_shards[layer], run.work)
     return post_wave(run)
+
+
+@compiled(counted=False)
+def plan_and_post(run, rates):
+    """`open_step`, or `next_wave` once a first one was planned: one function, so that the planner is compiled once."""
+    return next_wave(run, rates) if run.step[Step.PLANNED] else open_step(run, rates)

@@ -42,8 +42,7 @@ from trilane.host_run import (
     close_step,
     finish_step,
     group_step,
-    next_wave,
-    open_step,
+    plan_and_post,
 )
 from trilane.host_step import LINK_NS
 from trilane.host_tables import make_tables, store_geometry
@@ -142,13 +141,12 @@ class HostRunner:
         self._group_step, self._finish_step, self._close_step = (
             on_stashes(function, run) for function in (group_step, finish_step, close_step)
         )
-        self._open_step, self._next_wave = (on_stashes(function, run, rates) for function in (open_step, next_wave))
+        self._plan_and_post = on_stashes(plan_and_post, run, rates)
         for function, arguments in (
             (self._group_step, (0,)),
-            (self._open_step, (0, 0)),
+            (self._plan_and_post, (0, 0)),
             (self._finish_step, (0,)),
             (self._close_step, (0,)),
-            (self._next_wave, (0, 0)),
             (abandon_step, (state, geometry, 0, experts, 0, self._work)),
             (plan_fills, (state, geometry, self.options, 0, experts, 0, 0, self._fill_work)),
             (land_fill, (state, geometry, 0, 0)),
@@ -268,7 +266,7 @@ class HostRunner:
         try:
             if step.num_rows > ROWS_IN_CALLER:
                 self.device.publish(self.ws, step.num_rows)
-            status = self._open_step(self._run.address, self._rate_stashes[step.layer].address)
+            status = self._plan_and_post(self._run.address, self._rate_stashes[step.layer].address)
             if self.recorder is not None:
                 self.recorder.step(self._run)  # while the lanes work
             if status != DONE:
@@ -306,7 +304,7 @@ class HostRunner:
     def _begin_wave(self) -> None:
         waiting = int(self._step[Step.UNPLACED])
         rates = self._rate_stashes[self._step[Step.LAYER]]
-        status = self._next_wave(self._run.address, rates.address)
+        status = self._plan_and_post(self._run.address, rates.address)
         if status == FAILED:
             raise DeviceError(
                 f"layer {self._step[Step.LAYER]}: {waiting} shards find no slot among {self._num_slots} and only "

@@ -17,6 +17,7 @@ from trilane.cpu_kernels.shard_words import set_weights
 from trilane.cpu_kernels.words import Combine, DeviceJob, LinkJob, Piece, Publish, Shard, TeamJob
 from trilane.expert import CPU, HIT, STREAM, ZERO_COPY
 from trilane.jit import compiled
+from trilane.records import record
 
 NUM_PLAYED = 5
 LINK_NS, ZERO_COPY_NS, HIT_NS, CPU_NS, LINK_FIX_NS = range(NUM_PLAYED)  # places in Tables.played
@@ -24,6 +25,7 @@ TASKS_PER_THREAD = 12  # CPU tasks of a step: enough that an uneven end costs li
 MIN_UP_ROWS, MIN_DOWN_ROWS = 16, 128  # fewer rows a task would put the four memory streams too close
 
 
+@record
 class Tables(NamedTuple):
     """What never changes while a scheduler lives.
 

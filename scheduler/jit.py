@@ -26,6 +26,9 @@ import platformdirs
 from numba import config as numba_config
 from numba.core import caching, sigutils
 from numba.core.ccallback import CFunc
+from numba.core.registry import CPUDispatcher
+
+from trilane.linked import LinkedDispatcher
 
 FLAGS = {"nogil": True, "fastmath": False, "error_model": "numpy"}
 
@@ -47,16 +50,32 @@ def _source_file(module: str) -> Path | None:
     return next((path for path in paths if path.is_file()), None)
 
 
-def _imported_modules(module: str, source: bytes) -> Iterator[str]:
-    """Absolute names of all that ``source`` imports (some are names inside a module and have no file)."""
+@functools.cache
+def _read_module(module: str) -> tuple[bytes, tuple[str, ...]] | None:
+    """Source of a module of this package and the names of all that it imports (some have no file); else None."""
+    path = _source_file(module)
+    if path is None:
+        return None
+    source = path.read_bytes()
     parent = module.rpartition(".")[0]
-    for node in ast.walk(ast.parse(source)):
-        if isinstance(node, ast.Import):
-            yield from (alias.name for alias in node.names)
-        elif isinstance(node, ast.ImportFrom):
-            base = ".".join(filter(None, (parent if node.level else "", node.module)))
-            yield base
-            yield from (f"{base}.{alias.name}" for alias in node.names)
+    return source, tuple(name for node in _statements(ast.parse(source)) for name in _imported_names(node, parent))
+
+
+def _statements(node: Any) -> Iterator[ast.stmt]:
+    """All statements within a node, in functions too; expressions, of which there are far more, hold no imports."""
+    for part in ("body", "orelse", "finalbody", "handlers", "cases"):
+        for child in getattr(node, part, ()):
+            yield child
+            yield from _statements(child)
+
+
+def _imported_names(node: ast.stmt, parent: str) -> Iterator[str]:
+    if isinstance(node, ast.Import):
+        yield from (alias.name for alias in node.names)
+    elif isinstance(node, ast.ImportFrom):
+        base = ".".join(filter(None, (parent if node.level else "", node.module)))
+        yield base
+        yield from (f"{base}.{alias.name}" for alias in node.names)
 
 
 @functools.cache
@@ -66,10 +85,10 @@ def module_stamp(module: str) -> str:
     queue = [module]
     while queue:
         name = queue.pop()
-        path = None if name in seen else _source_file(name)
-        if path is not None:
-            seen[name] = path.read_bytes()
-            queue.extend(_imported_modules(name, seen[name]))
+        found = None if name in seen else _read_module(name)
+        if found is not None:
+            seen[name], imported = found
+            queue.extend(imported)
     digest = hashlib.blake2b(digest_size=16)
     for name in sorted(seen):
         digest.update(name.encode() + b"\0" + seen[name])
@@ -230,6 +249,32 @@ def _cached(dispatcher: Any, fn: Callable[..., Any]) -> None:
         return
 
 
+class _Dispatcher(CPUDispatcher):
+    """Compiles a function for Python, with what it calls; and apart from that for its compiled callers."""
+
+    def __init__(self, fn: Callable[..., Any], options: dict[str, Any]) -> None:
+        super().__init__(fn, targetoptions=options)
+        self.linked = LinkedDispatcher(fn, options)
+        self._has_cache = False
+
+    def compile(self, signature: Any) -> Any:
+        if not self._has_cache:  # most functions are only ever linked into others, and need none
+            self._has_cache = True
+            _cached(self, self.py_func)
+        return super().compile(signature)
+
+    def get_call_template(self, args: Any, kws: Any) -> Any:
+        return self.linked.get_call_template(args, kws)
+
+    def get_overload(self, signature: Any) -> Any:
+        return self.linked.get_overload(signature)
+
+    def add_overload(self, result: Any) -> None:
+        for environment in result._find_referenced_environments() if result.metadata is not None else ():
+            result.library.codegen.set_env(environment.env_name, environment)
+        super().add_overload(result)
+
+
 def compiled(
     fn: Callable[..., Any] | None = None, *, inline: bool = False, merge: bool = False, counted: bool = True
 ) -> Any:
@@ -259,11 +304,10 @@ def compiled(
         return fn
     if inline:
         return numba.njit(inline="always", **FLAGS)(fn)
-    dispatcher = numba.njit(forceinline=merge, **FLAGS)(fn)
+    options = {"nopython": True, "boundscheck": None, "forceinline": merge, **FLAGS}
     if not counted:
-        dispatcher.targetoptions["_nrt"] = False
-    _cached(dispatcher, fn)
-    return dispatcher
+        options["_nrt"] = False
+    return _Dispatcher(fn, options)
 
 
 def native(signature: Any) -> Callable[[Callable[..., Any]], Any]:

@@ -15,6 +15,7 @@ from trilane.cost import NUM_TERMS, TERM_NAMES, Rates
 from trilane.expert import CPU, HIT, STREAM, ZERO_COPY, Geometry, Outcome, Plan
 from trilane.jit import compiled
 from trilane.plan import Work, freeze_plan
+from trilane.records import record
 
 LOG_ROWS = 1 << 14
 # Columns of Journal.log
@@ -22,6 +23,7 @@ CLOCK, LAYER, EXPERT, ROWS, FIRST_LANE, FILLS, LOST = 0, 1, 2, 3, 4, 8, 9
 NUM_COLUMNS = 10
 
 
+@record
 class Journal(NamedTuple):
     """Arrays of the journal.
 

@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 
 from trilane.cost import NUM_TERMS, STEP_US, TERM_NAMES, Loads, Rates, step_us
 from trilane.expert import CPU, HIT, LANE_NAMES, STREAM, ZERO_COPY, ExpertPlan, Geometry, Plan, decision
+from trilane.records import record
 
 EXHAUSTIVE_SHARDS = 8  # so many missing shards are split by trying all subsets
 
@@ -26,6 +27,7 @@ NUM_MISSING = 8
 ADMITS = ("always", "score")
 
 
+@record
 class Options(NamedTuple):
     """What a plan may do; made by `make_options`.
 
@@ -76,6 +78,7 @@ def allows(options, lane):
     return (options.lanes >> lane) & 1 == 1
 
 
+@record
 class Work(NamedTuple):
     """Arrays of one plan, allocated once. Index ``i * num_shards + j`` is shard ``j`` of the ``i``-th expert.
 

@@ -23,6 +23,7 @@ from trilane.digest import fills_digest, plan_digest
 from trilane.host_run import Step
 from trilane.jit import compiled
 from trilane.plan import Work
+from trilane.records import record
 from trilane.stash import Stash, on_stashes
 from trilane.state import State
 from trilane.traces.trace import HAS_IDS, HINT, REQUEST, SETTLED, STEP, WAVE, Baseline, TraceMeta
@@ -44,6 +45,7 @@ def record_path(config: Config) -> Path | None:
     return config.record.path or (Path(asked).expanduser() if asked else None)
 
 
+@record
 class Tape(NamedTuple):
     """Events before they are written, as in `trace.Trace`; ``used`` counts events and entries."""
 

@@ -18,9 +18,9 @@ from trilane.expert import Geometry
 from trilane.jit import compiled
 from trilane.plan import NUM_EVICTIONS, NUM_FILLS, Options, Work
 from trilane.planner import plan_fills, plan_layer, plan_wave
+from trilane.records import record, record_at
 from trilane.residency import drop_fill, land_fill
 from trilane.routing import Grouping, group_rows
-from trilane.stash import reader
 from trilane.state import State
 from trilane.traces.trace import HINT, SETTLED, STEP, WAVE
 
@@ -52,6 +52,7 @@ class Now(IntEnum):
     SIZE = 6
 
 
+@record
 class Events(NamedTuple):
     """The columns of a `trace.Trace` in the types of compiled code; ``start`` as `Trace.start`."""
 
@@ -65,6 +66,7 @@ class Events(NamedTuple):
     no_expert: int
 
 
+@record
 class ReplayRun(NamedTuple):
     """All arrays of one replay, in one argument."""
 
@@ -229,7 +231,7 @@ def make_loop(run_kind: Any, rates_kind: Any) -> Any:
 
     It returns (event, status): behind the last event and 0; or the event that found NO_SLOT or DIFFERS.
     """
-    read_run, read_rates = reader(run_kind), reader(rates_kind)
+    read_run, read_rates = record_at(run_kind), record_at(rates_kind)
 
     @compiled(counted=False)
     def loop(address, rates_of, first, stop):

@@ -11,8 +11,10 @@ from typing import NamedTuple
 import numpy as np
 
 from trilane.jit import compiled
+from trilane.records import record
 
 
+@record
 class Grouping(NamedTuple):
     """Rows of one layer-step by expert, in preallocated arrays.
 

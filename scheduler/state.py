@@ -13,6 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from trilane.expert import Geometry
+from trilane.records import record
 
 LRU = 0
 DECAYED_FREQUENCY = 1
@@ -24,6 +25,7 @@ HINTED = 2  # flag: a hint counted the coming use already
 INDEX = (1 << 31) - 1  # `index & INDEX` is plainly not negative: no code is made to count it from the end
 
 
+@record
 class State(NamedTuple):
     """Residency and eviction state; each array says what membership in it means.
 

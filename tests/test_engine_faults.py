@@ -180,7 +180,7 @@ def test_interrupt_between_two_lines(store, scheduler_of, monkeypatch, place):
         elif place == "wait":
             patch.setattr(runner, "finish", interrupted)
         else:
-            patch.setattr(runner, "_open_step", interrupted)
+            patch.setattr(runner, "_plan_and_post", interrupted)
         with pytest.raises(KeyboardInterrupt):
             scheduler.forward(0, x, ids, weights)
     check(runner.state, runner.geometry)

@@ -1,0 +1,73 @@
+"""How functions are compiled: what the stamp of the cache sees, and code that exists for compiled callers only."""
+
+from __future__ import annotations
+
+import ast
+
+import pytest
+from numba import config
+
+from trilane import jit
+from trilane.jit import compiled, module_stamp
+
+IMPORTS = """
+import trilane.first
+def function():
+    if True:
+        from trilane import second
+    try:
+        pass
+    except ValueError:
+        from .third import name
+    finally:
+        with open() as file:
+            import trilane.fourth as other
+    match 1:
+        case 1:
+            import trilane.fifth
+class Kind:
+    def method(self):
+        for _ in ():
+            pass
+        else:
+            from trilane.sixth import name
+"""
+
+
+def test_imports_are_seen_wherever_they_stand() -> None:
+    statements = jit._statements(ast.parse(IMPORTS))
+    names = {name for node in statements for name in jit._imported_names(node, "trilane")}
+    assert {f"trilane.{word}" for word in ("first", "second", "third", "fourth", "fifth", "sixth")} <= names
+
+
+def test_a_stamp_changes_with_every_file_that_is_imported(monkeypatch: pytest.MonkeyPatch) -> None:
+    before = module_stamp("trilane.planner")
+    read = jit._read_module
+
+    def edited(module: str) -> tuple[bytes, tuple[str, ...]] | None:
+        found = read(module)
+        return (found[0] + b"#", found[1]) if found is not None and module == "trilane.cost" else found
+
+    monkeypatch.setattr(jit, "_read_module", edited)
+    assert module_stamp.__wrapped__("trilane.planner") != before
+    assert module_stamp.__wrapped__("trilane.errors") == module_stamp("trilane.errors")
+
+
+@pytest.mark.skipif(bool(config.DISABLE_JIT), reason="needs compiled code")
+def test_a_function_is_compiled_apart_for_python_and_for_compiled_callers() -> None:
+    @compiled
+    def half(x):
+        if x < 0:
+            raise ValueError("negative")
+        return x / 2
+
+    @compiled
+    def quarter(x):
+        return half(half(x))
+
+    assert quarter(6.0) == 1.5
+    assert len(half.signatures) == 0 and len(half.linked.signatures) == 1
+    with pytest.raises(ValueError, match="negative"):
+        quarter(-1.0)
+    assert half(6.0) == 3.0
+    assert len(half.signatures) == 1 and len(half.linked.signatures) == 1
