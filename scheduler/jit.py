@@ -227,14 +227,17 @@ class _PackageCache(caching.FunctionCache):
 
 
 def _describe(value: Any) -> str:
-    """A text that tells two functions of one factory apart: code and, recursively, what the closure holds."""
+    """A text that tells two functions of one factory apart: code and, recursively, what the closure holds.
+
+    With the stamp of its module, since what a closure holds may come from one that the factory's does not import.
+    """
     fn = getattr(value, "py_func", None) or getattr(value, "_defn", None) or getattr(value, "_pyfunc", None)
     fn = fn or (value if isinstance(value, FunctionType) else None)
     if fn is None:
         return repr(value)
     cells = ",".join(_describe(cell.cell_contents) for cell in fn.__closure__ or ())
     consts = [const for const in fn.__code__.co_consts if not isinstance(const, CodeType)]
-    text = fn.__code__.co_code + repr((consts, fn.__code__.co_firstlineno)).encode()
+    text = fn.__code__.co_code + repr((consts, fn.__code__.co_firstlineno, module_stamp(fn.__module__))).encode()
     code = hashlib.blake2b(text, digest_size=8).hexdigest()
     return f"{fn.__module__}.{fn.__qualname__}:{code}({cells})"
 

@@ -53,6 +53,18 @@ def test_a_stamp_changes_with_every_file_that_is_imported(monkeypatch: pytest.Mo
     assert module_stamp.__wrapped__("trilane.errors") == module_stamp("trilane.errors")
 
 
+def test_a_function_in_a_closure_is_known_with_the_stamp_of_its_module(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A factory in a file that imports little may be handed a function of another, which calls many."""
+    from trilane.planner import plan_layer
+
+    def made(inner):
+        return lambda: inner
+
+    before = jit._describe(made(plan_layer))
+    monkeypatch.setattr(jit, "module_stamp", lambda module: f"{module} was edited")
+    assert jit._describe(made(plan_layer)) != before
+
+
 @pytest.mark.skipif(bool(config.DISABLE_JIT), reason="needs compiled code")
 def test_a_function_is_compiled_apart_for_python_and_for_compiled_callers() -> None:
     @compiled
