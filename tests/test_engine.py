@@ -273,8 +273,8 @@ def test_options_may_come_from_a_file(store, tmp_path):
 
 
 def test_refused_at_the_start(store):
-    with pytest.raises(DeviceError, match="device 'cuda': this release has the host device only"):
-        trilane.ExpertScheduler(store, device="cuda")
+    with pytest.raises(DeviceError, match="device 'rocm': there are 'host'"):
+        trilane.ExpertScheduler(store, device="rocm")
     with pytest.raises(ConfigError, match="cache.slotz"):
         open_scheduler(store, cache={"slotz": 1})
     with pytest.raises(ConfigError, match="none.yaml: does not exist"):
