@@ -26,6 +26,7 @@ import platformdirs
 from numba import config as numba_config
 from numba.core import caching, sigutils
 from numba.core.ccallback import CFunc
+from numba.core.compiler_lock import global_compiler_lock
 from numba.core.registry import CPUDispatcher
 
 from trilane.linked import LinkedDispatcher
@@ -261,9 +262,10 @@ class _Dispatcher(CPUDispatcher):
         self._has_cache = False
 
     def compile(self, signature: Any) -> Any:
-        if not self._has_cache:  # most functions are only ever linked into others, and need none
-            self._has_cache = True
-            _cached(self, self.py_func)
+        with global_compiler_lock:  # a second thread must not compile what the first is about to find
+            if not self._has_cache:  # most functions are only ever linked into others, and need none
+                _cached(self, self.py_func)
+                self._has_cache = True
         return super().compile(signature)
 
     def get_call_template(self, args: Any, kws: Any) -> Any:

@@ -210,7 +210,7 @@ def test_a_disk_that_fails_ends_the_recording_and_nothing_else(store, scheduler_
 
 
 def test_a_path_that_cannot_be_written_is_told_at_once(store, scheduler_of, tmp_path):
-    with pytest.raises(OSError, match="nowhere"):
+    with pytest.raises(TraceError, match="nowhere"):
         scheduler_of(store, cache={"fraction": 0.4}, record={"path": tmp_path / "nowhere" / "x.trace"})
 
 
