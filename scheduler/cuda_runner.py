@@ -235,6 +235,9 @@ class CudaRunner:
         """Refused: plans are made by a thread without an interpreter, and are not recorded yet."""
         raise DeviceError(f"record.path is {str(path)!r}, but steps on a GPU cannot be recorded yet; leave it out")
 
+    def begin_request(self) -> None:
+        """Nothing to note of a request: steps are not recorded, and totals are counted anyway."""
+
     @property
     def totals(self) -> np.ndarray:
         """What was done so far. Steps without misses are counted on the GPU; bytes of their hits are an average."""

@@ -151,6 +151,17 @@ def test_explain_and_story_tell_of_steps_with_misses(played):
     assert len(scheduler.story(0, 2)) == 1
 
 
+def test_a_request_counts_its_own_steps(played):
+    scheduler = played(store_of())
+    x, one = np.ones((1, 256), np.float32), np.ones((1, 1), np.float32)
+    scheduler.forward(0, x, [[1]], one)
+    with scheduler.request() as request:
+        scheduler.forward(0, x, [[2]], one)
+        scheduler.forward(0, x, [[2]], one)
+    scheduler.forward(0, x, [[3]], one)
+    assert request.stats.steps == 2
+
+
 def test_ids_and_arrays_are_checked(played):
     scheduler = played(store_of())
     x, one = np.ones((1, 256), np.float32), np.ones((1, 1), np.float32)
