@@ -19,8 +19,7 @@ from trilane.gpu_kernels.launch import Launch
 PORTABLE, MAPPED = 1, 2  # of pinned memory
 NON_BLOCKING = 1  # of streams: never waits for the legacy stream
 NOT_READY = 600
-COMPUTE_MAJOR, COMPUTE_MINOR, SHARED_OPTIN, MULTIPROCESSORS = 75, 76, 97, 16  # device attributes
-MEM_OPS = 92  # whether streams can write values
+COMPUTE_MAJOR, COMPUTE_MINOR = 75, 76  # device attributes
 MAX_DYNAMIC_SHARED = 8  # function attribute
 CAPTURE_RELAXED = 2
 DEFAULT_SHARED_NBYTES = 48 << 10

@@ -52,15 +52,6 @@ def version() -> tuple[int, int]:
     return major.value, minor.value
 
 
-def architectures() -> tuple[int, ...]:
-    """The compute capabilities it can compile for, e.g. (75, 80, 86, ...)."""
-    count = ctypes.c_int()
-    _check(_library().nvrtcGetNumSupportedArchs(ctypes.byref(count)), "nvrtcGetNumSupportedArchs")
-    archs = (ctypes.c_int * count.value)()
-    _check(_library().nvrtcGetSupportedArchs(archs), "nvrtcGetSupportedArchs")
-    return tuple(archs)
-
-
 def _check(status: int, call: str) -> None:
     if status:
         text = _library().nvrtcGetErrorString

@@ -50,10 +50,6 @@ class Pinned:
     reason: str
 
     @property
-    def pageable_nbytes(self) -> int:
-        return self.nbytes - self.pinned_nbytes
-
-    @property
     def end(self) -> int:
         """Address behind the last pinned byte."""
         return self.address + self.pinned_nbytes

@@ -25,7 +25,7 @@ from trilane.cuda_words import (
     Control,
     Place,
 )
-from trilane.expert import CPU, HIT, STREAM, UNPLACED, ZERO_COPY
+from trilane.expert import HIT, STREAM, UNPLACED, ZERO_COPY
 from trilane.gpu_kernels.words import HEADER_NBYTES, ITEM_NBYTES
 from trilane.host_step import lay_out_shard, source_address
 from trilane.jit import compiled
@@ -36,7 +36,7 @@ NUM_ITEMS, NUM_UPDATES, NUM_COPIES, NUM_CPU = range(4)  # places in CudaStep.cou
 
 
 @compiled(counted=False)
-def is_pinned(wire, tables, grouping, marks, layer, i, j):
+def is_pinned(wire, tables, grouping, layer, i, j):
     """Whether kernels can read a shard in host memory."""
     source = source_address(tables, layer, grouping.experts[i], j)
     return source + tables.descriptor[layer, j, layout.NBYTES] <= wire.places[Place.PINNED_END]
@@ -51,12 +51,12 @@ def fate_of(wire, tables, grouping, marks, layer, i, j):
     if lane == STREAM:
         return COPIED
     if lane == ZERO_COPY and slot >= 0:
-        return IN_PLACE if is_pinned(wire, tables, grouping, marks, layer, i, j) else COPIED
+        return IN_PLACE if is_pinned(wire, tables, grouping, layer, i, j) else COPIED
     if not is_missing:
         return NOTHING
     if lane == HIT:
         return IN_SLOT
-    if (lane == ZERO_COPY or lane == UNPLACED) and is_pinned(wire, tables, grouping, marks, layer, i, j):
+    if (lane == ZERO_COPY or lane == UNPLACED) and is_pinned(wire, tables, grouping, layer, i, j):
         return IN_PLACE
     return ON_CPU
 
@@ -84,7 +84,6 @@ def lay_out_plan(wire, tables, ws, grouping, marks, first_shard, layer, num_expe
         for j in range(tables.num_shards[layer]):
             if fate_of(wire, tables, grouping, marks, layer, i, j) == COPIED:
                 left = _add_copied(wire, tables, grouping, marks, layer, i, j, left)
-    return wire.counts[NUM_ITEMS]
 
 
 @compiled(counted=False)
@@ -151,6 +150,3 @@ def release_list(address, count, sequence):
     """Say that a list is complete; the stores before it are seen first."""
     store32_at(address + COUNT, np.int32(count))
     store32_at(address + SEQUENCE, np.int32(sequence))
-
-
-assert CPU > ZERO_COPY  # fate_of tries lanes by name; what is left is the CPU lane's

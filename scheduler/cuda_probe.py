@@ -14,13 +14,12 @@ from typing import NamedTuple
 
 import numpy as np
 
-from trilane import __version__
+from trilane.calibrate import this_machine
 from trilane.cuda_runner import CudaRunner
 from trilane.host_runner import StepInput
 from trilane.layer_rates import layer_formats
 from trilane.plan import make_options
-from trilane.probes.machine import describe_machine
-from trilane.profile import Curve, Machine, MachineProfile
+from trilane.profile import Curve, MachineProfile
 
 log = logging.getLogger("trilane")
 
@@ -41,11 +40,7 @@ class Line(NamedTuple):
 def calibrate_cuda(runner: CudaRunner) -> MachineProfile:
     """Measure every lane for each kind of layer of the runner's store."""
     log.info("no machine profile: measuring the GPU's lanes (about a second)")
-    here = describe_machine()
-    machine = Machine(
-        cpu=here.cpu, cores_allowed=here.num_allowed, memory_nbytes=here.memory_nbytes, version=__version__
-    )
-    profile = MachineProfile(machine=machine, zero_copy_on_device=True, pinned_to_device=measure_copies(runner))
+    profile = MachineProfile(machine=this_machine(), zero_copy_on_device=True, pinned_to_device=measure_copies(runner))
     seen: set[str] = set()
     for layer, described in enumerate(runner.store.layers):
         new = set(layer_formats(described)) - seen

@@ -37,7 +37,7 @@ from trilane.plan import Options, make_work
 from trilane.policy import empty_state, num_slots, policy_options
 from trilane.recorder import Recorder
 from trilane.routing import make_grouping
-from trilane.stash import Stash, on_stashes
+from trilane.stash import Stash, on_stashes, stash_each
 from trilane.stats import NUM_LANES, LaneTotal, Total
 from trilane.store import ExpertStore
 
@@ -84,7 +84,7 @@ class CudaRunner:
         self._counted = np.zeros(2, np.int64)
         self._reported = [0] * len(ERRORS)
         self._rates = [make_rates()] * store.num_layers
-        self._rate_stashes = [Stash(rates) for rates in self._rates]
+        self._rate_stashes = stash_each(self._rates)
         self._rate_addresses = np.zeros(store.num_layers, np.int64)
         self._make_state()
         self.rates = self._rates
@@ -152,8 +152,7 @@ class CudaRunner:
 
     @rates.setter
     def rates(self, rates: Sequence[Rates]) -> None:
-        stashes = {id(one): Stash(one) for one in rates}
-        before, self._rate_stashes = self._rate_stashes, [stashes[id(one)] for one in rates]
+        before, self._rate_stashes = self._rate_stashes, stash_each(rates)
         self._rates = list(rates)
         with self.threads.holding():
             self._rate_addresses[:] = [stash.address for stash in self._rate_stashes]

@@ -53,7 +53,7 @@ from trilane.policy import empty_state, num_slots, policy_options
 from trilane.recorder import Recorder
 from trilane.residency import drop_fill, land_fill
 from trilane.routing import make_grouping
-from trilane.stash import Stash, on_stashes
+from trilane.stash import Stash, on_stashes, stash_each
 from trilane.state import State
 from trilane.stats import Total
 from trilane.store import ExpertStore
@@ -183,8 +183,7 @@ class HostRunner:
     @rates.setter
     def rates(self, rates: Sequence[Rates]) -> None:
         self._lose_track()
-        stashes = {id(one): Stash(one) for one in rates}  # layers of one kind share theirs
-        self._rate_stashes = [stashes[id(one)] for one in rates]
+        self._rate_stashes = stash_each(rates)  # layers of one kind share theirs
 
     def use_options(self, options: Options) -> Options:
         """Plan with other options from now on; those used before."""

@@ -24,7 +24,7 @@ from trilane.plan import Options, make_work
 from trilane.policy import empty_state, num_slots, policy_options
 from trilane.replay_run import Events, Now, ReplayRun, Sum, make_loop
 from trilane.routing import make_grouping
-from trilane.stash import Stash
+from trilane.stash import Stash, stash_each
 from trilane.state import State
 from trilane.traces.trace import STEP, Trace, TraceMeta
 
@@ -295,9 +295,9 @@ def run_events(
 ) -> tuple[int, int]:
     """Run events ``first`` to ``stop``; see `replay_run.make_loop` for what it returns."""
     held = Stash(run)
-    stashes = {id(one): Stash(one) for one in rates}
-    addresses = np.array([stashes[id(one)].address for one in rates], np.int64)
-    loop = make_loop(held.kind, next(iter(stashes.values())).kind)
+    stashes = stash_each(rates)
+    addresses = np.array([stash.address for stash in stashes], np.int64)
+    loop = make_loop(held.kind, stashes[0].kind)
     for start in range(first, stop, EVENTS_PER_CALL):
         end = min(stop, start + EVENTS_PER_CALL)
         event, status = loop(held.address, addresses, start, end)

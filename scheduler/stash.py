@@ -8,7 +8,7 @@ the arrays, alive.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from numba import typeof
@@ -31,6 +31,12 @@ class Stash:
         self.kind = typeof(held)
         self._words = record_words(held)
         self.address = int(self._words.ctypes.data)
+
+
+def stash_each(records: Sequence[Any]) -> list[Stash]:
+    """A stash for each record; one that stands there several times has one stash."""
+    stashes = {id(one): Stash(one) for one in records}
+    return [stashes[id(one)] for one in records]
 
 
 def on_stashes(function: Callable[..., Any], *kinds: Any) -> Any:

@@ -53,7 +53,7 @@ class Option:
     def variable(self) -> str:
         """The environment variable that sets it.
 
-        >>> option_at("cache.slots").variable
+        >>> all_options()[0].variable
         'TRILANE_CACHE_SLOTS'
         """
         return f"TRILANE_{self.section}_{self.name}".upper()
@@ -63,11 +63,6 @@ class Option:
 def all_options() -> tuple[Option, ...]:
     """Every option, in the order of the model."""
     return tuple(option for section in Config.model_fields for option in _options_of(section))
-
-
-def option_at(path: str) -> Option:
-    """The option of a path such as ``cache.slots``."""
-    return next(option for option in all_options() if option.path == path)
 
 
 def _options_of(section: str) -> Iterator[Option]:
