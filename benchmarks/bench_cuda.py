@@ -15,11 +15,12 @@ import time
 import numpy as np
 
 from trilane import Config, ExpertScheduler
-from trilane.gpu_kernels.driver import Encoded
-from trilane.host_runner import StepInput
+from trilane.cuda_probe import planned_with
+from trilane.cuda_step_graph import GraphStep, StepGraph
+from trilane.plan import make_options
 from trilane.step_bench import StepShape, random_store
 
-LANES = (None, "zero_copy", "stream", "cpu")
+LANES = ("split", "zero_copy", "stream", "cpu", "resident")
 
 
 def zipf_trace(tokens, layers, experts, top_k, zipf=0.8, reuse=0.3, seed=1):
@@ -38,55 +39,32 @@ def zipf_trace(tokens, layers, experts, top_k, zipf=0.8, reuse=0.3, seed=1):
 
 
 class LayersInOneGraph:
-    """All layers of a scheduler, one token, inputs and outputs in mapped memory."""
+    """All layers of a scheduler, one token; inputs and outputs in mapped memory."""
 
     def __init__(self, scheduler, top_k):
-        self.runner, self.top_k = scheduler._runner, top_k
-        hidden, layers = scheduler.store.hidden, scheduler.store.num_layers
-        driver = self.runner.driver
-        self.blocks = [
-            driver.allocate_mapped(n) for n in (4 * hidden, 8 * layers * top_k, 4 * top_k, 4 * hidden * layers)
-        ]
-        x, ids, weights, out = self.blocks
-        self.x, self.ids, self.weights, self.out = (
-            _array(x, np.float32, hidden), _array(ids, np.int64, layers * top_k).reshape(layers, top_k),
-            _array(weights, np.float32, top_k), _array(out, np.float32, layers * hidden).reshape(layers, hidden),
-        )  # fmt: skip
-        self.weights[:] = 1 / top_k
-        words, held = [], []
-        for layer in range(layers):
-            step = StepInput(layer, 1, top_k, x, 4 * hidden, "f32", out + 4 * hidden * layer, 4 * hidden, "f32")
-            encoded = self.runner.launches.encode(step, ids + 8 * top_k * layer, 8, weights)
-            words.append(encoded.words)
-            held.append(encoded)
-        self.encoded = Encoded(np.concatenate(words), held)
-        self.graph = driver.make_graph(self.encoded)
+        self.runner, layers = scheduler._runner, range(scheduler.store.num_layers)
+        self.graph = StepGraph(self.runner, [GraphStep(layer, 1, top_k) for layer in layers])
 
     def run(self, ids):
-        """One token; us of the whole graph."""
-        from trilane.gpu_kernels.driver_calls import launch_graph
+        """One token; us of a layer."""
+        for into, given in zip(self.graph.ids, ids, strict=True):
+            into[:] = given
+        return self.graph.run()
 
-        self.ids[:] = ids
-        stream, driver = self.runner.device.work_stream, self.runner.driver
-        begin = time.perf_counter()
-        launch_graph(driver.table.ctypes.data, self.graph, stream)
-        while not driver.finished(stream):
-            pass
-        us = 1e6 * (time.perf_counter() - begin)
-        self.runner.check()
-        return us
+    def make_resident(self):
+        """Every expert into its slot: each layer reads all of its experts in place, until nothing is missing."""
+        experts, top_k = self.runner.store.layers[0].num_experts, self.graph.steps[0].top_k
+        with planned_with(self.runner, make_options(force="zero_copy")):
+            for _ in range(2):
+                for first in range(0, experts, top_k):
+                    self.run([(first + np.arange(top_k)) % experts] * len(self.graph.steps))
+
+    @property
+    def out(self):
+        return np.stack(self.graph.out)
 
     def close(self):
-        self.runner.driver.destroy_graph(self.graph)
-        for block in self.blocks:
-            self.runner.driver.free_mapped(block)
-
-
-def _array(address, dtype, count):
-    import ctypes
-
-    raw = np.ctypeslib.as_array((ctypes.c_uint8 * (np.dtype(dtype).itemsize * count)).from_address(address))
-    return raw.view(dtype)
+        self.graph.close()
 
 
 def main():
@@ -95,34 +73,42 @@ def main():
                         ("tokens", 300), ("warm", 60)):  # fmt: skip
         parser.add_argument(f"--{name}", type=int, default=value)
     parser.add_argument("--fraction", type=float, default=0.25)
+    parser.add_argument("--lanes", nargs="+", choices=LANES, default=LANES)
+    parser.add_argument("--in-turn", action="store_true", help="no kernel starts before the one before it has ended")
     args = parser.parse_args()
     shape = StepShape(args.hidden, args.intermediate, args.experts, args.top_k)
     store = random_store(shape, args.layers)
     trace = zipf_trace(args.tokens, args.layers, args.experts, args.top_k)
     x = np.random.default_rng(3).standard_normal(args.hidden).astype(np.float32)
     profile, outs = None, {}
-    for lane, fraction in [(lane, args.fraction) for lane in LANES] + [(None, 1.0)]:
-        config = Config(cache={"fraction": fraction}, policy={"force": lane, "admit": "always"})
+    for lane in args.lanes:
+        force = None if lane in ("split", "resident") else lane
+        fraction = 1.0 if lane == "resident" else args.fraction
+        config = Config(cache={"fraction": fraction}, policy={"force": force, "admit": "always"})
         begin = time.perf_counter()
         with ExpertScheduler(store, profile=profile, config=config, device="cuda") as scheduler:
-            made_s, profile = time.perf_counter() - begin, scheduler.profile
-            if lane is None and fraction < 1:
+            made_s, fresh, profile = time.perf_counter() - begin, profile is None, scheduler.profile
+            if fresh:
                 print(scheduler._runner.driver.describe(), f"{scheduler._runner.num_threads} CPU workers", flush=True)
                 print(profile.to_json(), flush=True)
+            if args.in_turn:
+                scheduler._runner.driver.starts_early = False
             graph = LayersInOneGraph(scheduler, args.top_k)
-            graph.x[:] = x
-            if fraction == 1.0:  # a first pass makes everything resident
-                for ids in trace:
-                    graph.run(ids)
-            us = np.array([graph.run(ids) for ids in trace])[args.warm :] / args.layers
-            outs[lane, fraction] = graph.out.copy()
+            graph.graph.hidden[:] = x
+            if lane == "resident":
+                graph.make_resident()
+            scheduler._runner.forget_counts()
+            us = np.array([graph.run(ids) for ids in trace])[args.warm :]
+            outs[lane] = graph.out.copy()
             stats = scheduler.stats()
             lanes = {name: round(found.shards / max(1, stats.steps), 2) for name, found in stats.lanes.items()}
             p50, p90, p99 = np.quantile(us, [0.5, 0.9, 0.99])
+            steps = max(1, stats.steps)
+            times = f"plan {stats.plan_us / steps:.2f}, answer {stats.step_us / steps:.1f}"
             print(
-                f"{lane or 'split':10s} slots {fraction:4.0%}: p50 {p50:6.1f} p90 {p90:6.1f} p99 {p99:6.1f} mean "
-                f"{us.mean():6.1f} us a layer; shards {lanes}; plan {stats.plan_us / max(1, stats.steps):.2f} us;"
-                f" start {made_s:.1f} s",
+                f"{lane:10s} slots {fraction:4.0%}: p50 {p50:6.1f} p90 {p90:6.1f} p99 {p99:6.1f} mean "
+                f"{us.mean():6.1f} us a layer; shards {lanes}; with misses: {times}, "
+                f"predicted {stats.predicted_step_us / steps:.1f} us; start {made_s:.1f} s",
                 flush=True,
             )
             graph.close()

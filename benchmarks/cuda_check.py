@@ -27,11 +27,16 @@ def _store(experts=EXPERTS, hidden=HIDDEN, intermediate=INTERMEDIATE, layers=2):
 
 
 def _open(store, device, lane=None, slots=0.25):
-    from trilane import Config, ExpertScheduler, MachineProfile
+    from dataclasses import replace
+
+    from trilane import Config, ExpertScheduler
     from trilane.calibrate import this_machine
+    from trilane.profile import Curve, host_profile
 
     config = Config(cache={"fraction": slots}, policy={"force": lane, "admit": "always"})
-    profile = MachineProfile(machine=this_machine()) if lane else None
+    rates = {"num_cores": 1, "copy_gb_s": 10, "zero_copy_gb_s": 10, "device_experts": {"q4_k": 10.0}}
+    profile = host_profile(**rates, cpu_experts={"q4_k": Curve((1.0,), (10.0,))})  # where a lane is forced, any will do
+    profile = replace(profile, machine=this_machine()) if lane else None
     return ExpertScheduler(store, profile=profile, config=config, device=device)
 
 
@@ -133,18 +138,19 @@ def cpu_lane():
 
 def scaling():
     """Steps by missing experts, each lane: what grows with the bytes, and what does not."""
-    from trilane.cuda_probe import _fit, _step_us
+    from trilane.cuda_probe import fit, hit_us, lane_us
 
-    store = _store()
+    store, counts, rows = _store(EXPERTS * 4), (1, 2, 4, 8), []
     nbytes = int(store.layers[0].layout.shard_nbytes.sum())
-    with _open(store, "cuda", "cpu") as scheduler:
-        rows = []
-        for lane in ("zero_copy", "cpu", None):
-            counts = (1, 2, 4, 8) if lane else (1, 2)
-            us = [_step_us(scheduler._runner, 0, n, 1, lane) for n in counts]
-            line = _fit(counts, nbytes, us)
-            times = " ".join(f"{x:.0f}" for x in us)
-            rows.append(f"{lane or 'hits'} {times} us: {line.fix_us:.0f} + {line.gb_s:.0f} GB/s")
+    with _open(store, "cuda") as scheduler:
+        for lane in ("zero_copy", "cpu", "stream", "hits"):
+            if lane == "hits":
+                us = hit_us(scheduler._runner, 0, counts)
+            else:
+                us = lane_us(scheduler._runner, 0, counts, lane, fills=lane == "stream")
+            line, times = fit(counts, nbytes, us), " ".join(f"{x:.1f}" for x in us)
+            rows.append(f"{lane} {times} us: {line.fix_us:.1f} + {line.gb_s:.0f} GB/s")
+        print(scheduler.profile.to_json())
     print("; ".join(rows))
 
 

@@ -154,14 +154,15 @@ class CudaDevice:
         self.copy_stream = self._make_stream(HIGH_PRIORITY)
         self.fill_stream = self._make_stream(LOW_PRIORITY)
         self.work_stream = self._make_stream(HIGH_PRIORITY)  # of callers who bring none
-        self.driver.to_device(self.address["table"], *self._ones(4 * self.shape.num_shards), self.work_stream)
-        self.driver.synchronize()
+        self.empty_table()
         self._biases = [self._copy_biases(layer) for layer in self.layers]
         self._allocate_slots(num_slots)
 
-    def _ones(self, nbytes: int) -> tuple[int, int]:
-        self._filled = np.full(nbytes, 0xFF, np.uint8)  # -1: nothing is in a slot
-        return self._filled.ctypes.data, nbytes
+    def empty_table(self) -> None:
+        """The slot table says that nothing is in a slot; no step may be under way."""
+        nothing = np.full(self.shape.num_shards, -1, np.int32)
+        self.driver.to_device(self.address["table"], nothing.ctypes.data, nothing.nbytes, self.work_stream)
+        self.driver.synchronize()
 
     def _make_stream(self, priority: int) -> int:
         self._streams.append(self.driver.make_stream(priority))

@@ -23,6 +23,7 @@ COMPUTE_MAJOR, COMPUTE_MINOR = 75, 76  # device attributes
 MAX_DYNAMIC_SHARED = 8  # function attribute
 CAPTURE_RELAXED = 2
 DEFAULT_SHARED_NBYTES = 48 << 10
+EARLY_START_ARCHITECTURE = 90  # from which a kernel can start before the one before it has ended
 
 
 class DriverMissing(RuntimeError):
@@ -35,7 +36,7 @@ class DriverError(RuntimeError):
 
 @dataclass(frozen=True)
 class Encoded:
-    """Kernel launches in order: int64 (launches, LAUNCH_ARGUMENTS) words, and the memory that these point to."""
+    """Kernel launches in order: int64 (launches, LAUNCH_WORDS) words, and the memory that these point to."""
 
     words: np.ndarray
     held: Any
@@ -45,10 +46,10 @@ class Encoded:
         return int(launch_all(table.ctypes.data, self.words.ctypes.data, len(self.words), stream))
 
 
-def launch_words(function: int, launch: Launch, pointers: int) -> list[int]:
-    """The arguments of cuLaunchKernel; the stream is filled in when it is called."""
+def launch_words(function: int, launch: Launch, pointers: int, early: bool = False) -> list[int]:
+    """The arguments of cuLaunchKernel, the stream to be filled in when it is called; whether it may start early."""
     x, y = launch.grid
-    return [function, x, y, 1, launch.threads, 1, 1, launch.shared_nbytes, 0, pointers, 0]
+    return [function, x, y, 1, launch.threads, 1, 1, launch.shared_nbytes, 0, pointers, 0, int(early)]
 
 
 class Driver(Protocol):
@@ -113,9 +114,10 @@ class CudaDriver:
         names = {
             Call.SET_CONTEXT: "cuCtxSetCurrent", Call.COPY_TO_DEVICE: "cuMemcpyHtoDAsync_v2",
             Call.WRITE_VALUE: "cuStreamWriteValue32_v2", Call.LAUNCH_KERNEL: "cuLaunchKernel",
-            Call.LAUNCH_GRAPH: "cuGraphLaunch",
+            Call.LAUNCH_GRAPH: "cuGraphLaunch", Call.LAUNCH_EARLY: "cuLaunchKernelEx",
         }  # fmt: skip
         self.table = make_table({place: self._address(name) for place, name in names.items()})
+        self.starts_early = self.architecture >= EARLY_START_ARCHITECTURE
         self._modules: list[int] = []
         self._functions: dict[tuple[int, str], int] = {}
 
@@ -277,7 +279,7 @@ class CudaDriver:
                 self._do("cuFuncSetAttribute", function, ctypes.c_int(MAX_DYNAMIC_SHARED), shared)
             values = [np.array(argument) for argument in launch.arguments]
             pointers = np.array([value.ctypes.data for value in values], np.uint64)
-            rows.append(launch_words(function, launch, int(pointers.ctypes.data)))
+            rows.append(launch_words(function, launch, int(pointers.ctypes.data), self.starts_early))
             held.append((pointers, values))
         return Encoded(np.array(rows, np.int64), held)
 

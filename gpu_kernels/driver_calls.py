@@ -12,12 +12,16 @@ from typing import Any
 import numpy as np
 from llvmlite import ir
 from numba import types
+from numba.core import cgutils
 from numba.extending import intrinsic
 
 from trilane.jit import compiled
 
 _I32, _I64 = ir.IntType(32), ir.IntType(64)
 LAUNCH_ARGUMENTS = 11  # of cuLaunchKernel
+LAUNCH_WORDS = LAUNCH_ARGUMENTS + 1  # and whether it may start before the kernel before it has ended
+STREAM, SHARED, PARAMETERS, EXTRA = 8, 7, 9, 10  # places of arguments
+EARLY_START = 6  # CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
 SUCCESS = 0
 
 
@@ -29,6 +33,7 @@ class Call(IntEnum):
     WRITE_VALUE = 2  # (stream, address, value, flags)
     LAUNCH_KERNEL = 3  # (function, grid x 3, block x 3, shared bytes, stream, parameters, extra)
     LAUNCH_GRAPH = 4  # (graph, stream)
+    LAUNCH_EARLY = 5  # (CUlaunchConfig*, function, parameters, extra)
     SIZE = 8
 
 
@@ -47,15 +52,59 @@ def _call_four(typingctx: Any, table: Any, place: Any, a: Any, b: Any, c: Any, d
     return types.int64(*[types.int64] * 6), codegen
 
 
+def _launch_values(builder: Any, block: Any, stream: Any) -> list[Any]:
+    words = builder.inttoptr(block, _I64.as_pointer())
+    values = [builder.load(builder.gep(words, [ir.Constant(_I32, k)])) for k in range(LAUNCH_ARGUMENTS)]
+    values[STREAM] = stream
+    return values
+
+
 @intrinsic
 def _call_launch(typingctx: Any, table: Any, block: Any, stream: Any) -> Any:
     """cuLaunchKernel with its arguments from a block of words, and this stream."""
 
     def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        words = builder.inttoptr(args[1], _I64.as_pointer())
-        values = [builder.load(builder.gep(words, [ir.Constant(_I32, k)])) for k in range(LAUNCH_ARGUMENTS)]
-        values[8] = args[2]
+        values = _launch_values(builder, args[1], args[2])
         return _call(builder, args[0], ir.Constant(_I64, int(Call.LAUNCH_KERNEL)), values)
+
+    return types.int64(*[types.int64] * 3), codegen
+
+
+@intrinsic
+def _starts_early(typingctx: Any, block: Any) -> Any:
+    """The last word of a block."""
+
+    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        words = builder.inttoptr(args[0], _I64.as_pointer())
+        return builder.load(builder.gep(words, [ir.Constant(_I32, LAUNCH_ARGUMENTS)]))
+
+    return types.int64(types.int64), codegen
+
+
+def _put_words(builder: Any, values: list[Any]) -> Any:
+    """Words on the stack; their address."""
+    place = cgutils.alloca_once(builder, _I64, size=len(values))
+    for k, value in enumerate(values):
+        builder.store(value, builder.gep(place, [ir.Constant(_I32, k)]))
+    return builder.ptrtoint(place, _I64)
+
+
+def _paired(builder: Any, low: Any, high: Any) -> Any:
+    """Two 32-bit fields of a struct as one word."""
+    return builder.or_(builder.and_(low, ir.Constant(_I64, 0xFFFFFFFF)), builder.shl(high, ir.Constant(_I64, 32)))
+
+
+@intrinsic
+def _call_launch_early(typingctx: Any, table: Any, block: Any, stream: Any) -> Any:
+    """cuLaunchKernelEx with the same arguments: the kernel may start early, and waits for the one before itself."""
+
+    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        values, zero, one = _launch_values(builder, args[1], args[2]), ir.Constant(_I64, 0), ir.Constant(_I64, 1)
+        attribute = _put_words(builder, [ir.Constant(_I64, EARLY_START), one] + [zero] * 7)
+        sizes = [_paired(builder, values[k], values[k + 1]) for k in (1, 3, 5)]
+        config = _put_words(builder, [*sizes, values[SHARED], values[STREAM], attribute, one])
+        passed = [config, values[0], values[PARAMETERS], values[EXTRA]]
+        return _call(builder, args[0], ir.Constant(_I64, int(Call.LAUNCH_EARLY)), passed)
 
     return types.int64(*[types.int64] * 3), codegen
 
@@ -86,9 +135,13 @@ def launch_graph(table, graph, stream):
 
 @compiled
 def launch_all(table, blocks, num_blocks, stream):
-    """Launch kernels in order from blocks of LAUNCH_ARGUMENTS words; the first status that is not 0, else 0."""
+    """Launch kernels in order from blocks of LAUNCH_WORDS words; the first status that is not 0, else 0."""
     for k in range(num_blocks):
-        status = _call_launch(table, blocks + 8 * LAUNCH_ARGUMENTS * k, stream)
+        block = blocks + 8 * LAUNCH_WORDS * k
+        if _starts_early(block) != 0:
+            status = _call_launch_early(table, block, stream)
+        else:
+            status = _call_launch(table, block, stream)
         if status != SUCCESS:
             return status
     return 0

@@ -128,6 +128,8 @@ constexpr int BLOCKS = UpFormat::INT8 && DownFormat::INT8 ? 3 : 2;  // on a mult
 extern "C" __global__ void __launch_bounds__(256, BLOCKS)
     experts_hit(const __grid_constant__ Layer layer, const __grid_constant__ Step step,
                 const __grid_constant__ Progress progress, const __grid_constant__ Tiles tiles) {
+  wait_for_earlier();
+  let_next_start();
   DYNAMIC_SHARED(shared);
   __shared__ Work work;
   int index = blockIdx.x / CHUNKS;
@@ -139,14 +141,24 @@ extern "C" __global__ void __launch_bounds__(256, BLOCKS)
     run_combine(layer, step, progress, work.task, 0, work.clock);
 }
 
+// A plan runs beside the hits: publish had ended before the hits let it start. Whoever comes after it waits for it
+// alone, so it must not end before they do.
+DEV void end_with_hits() {
+  if (blockIdx.x == 0) wait_for_earlier();
+}
+
 extern "C" __global__ void __launch_bounds__(256, BLOCKS)
     experts_plan(const __grid_constant__ Layer layer, const __grid_constant__ Step step,
                  const __grid_constant__ Progress progress, const __grid_constant__ Tiles tiles, const WorkList* list,
                  const Updates* updates, int max_items, int wait) {
+  let_next_start();
   DYNAMIC_SHARED(shared);
   __shared__ Work work;
-  if (step.state->missing == 0) return;
-  if (blockIdx.x == 0) return tend_plan(step, progress, list, updates, max_items, wait);
+  if (*(const volatile u32*)&step.state->missing == 0) return end_with_hits();
+  if (blockIdx.x == 0) {
+    tend_plan(step, progress, list, updates, max_items, wait);
+    return end_with_hits();
+  }
   int index = (blockIdx.x - 1) / CHUNKS;
   if (threadIdx.x == 0) work.task = (blockIdx.x - 1) % CHUNKS;
   if (threadIdx.x < 32) wait_for_blocks(progress.relayed, 1, 1, step.state->clock);

@@ -67,6 +67,20 @@ template <int LATER> DEV void copies_done() {  // this thread's groups but the l
 #endif
 }
 
+// A kernel may start while the one before it in the stream still runs (launches that start early, from 9.0 on):
+// nothing of what came before may be touched until this returns, at once where kernels do not overlap.
+DEV void wait_for_earlier() {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("griddepcontrol.wait;" ::: "memory");
+#endif
+}
+
+DEV void let_next_start() {  // once every block has said so, or has ended
+#if __CUDA_ARCH__ >= 900
+  asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+#endif
+}
+
 DEV void prefetch(const void* line) { asm volatile("prefetch.global.L1 [%0];" ::"l"(line)); }
 
 DEV void rest() { __nanosleep(20); }  // between two looks at a word

@@ -210,6 +210,8 @@ DEV bool arrives_last(const Step& step, u32& arrived) {
 }
 
 extern "C" __global__ void __launch_bounds__(512) publish(const __grid_constant__ Layer layer, const __grid_constant__ Step step) {
+  wait_for_earlier();
+  let_next_start();
   DYNAMIC_SHARED(shared);
   __shared__ int num_groups, missing, bad;
   __shared__ u32 pending, arrived;

@@ -1,33 +1,38 @@
 """Measure a GPU's lanes through the real step: each lane forced in turn on the store's own experts.
 
-As on the host device, fixed costs are those of whole steps: steps are put on the stream one behind the other, and the
-time of one is the whole's share. A line through the times by missing experts gives a lane's fixed cost and its rate.
+Fixed costs are those of whole steps: some of them in one graph, each with other experts, so that no cache holds what
+they read. A line through the times by missing experts gives a lane's fixed cost and its rate; what two lanes take
+beyond a step without misses is the miss's, as far as they have it in common. Last, the CPU lane beside copies.
 """
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from trilane.calibrate import this_machine
 from trilane.cuda_runner import CudaRunner
-from trilane.host_runner import StepInput
+from trilane.cuda_step_graph import GraphStep, StepGraph
 from trilane.layer_rates import layer_formats
-from trilane.plan import make_options
+from trilane.plan import Options, make_options
 from trilane.profile import Curve, MachineProfile
 
 log = logging.getLogger("trilane")
 
-REPEATS = 20
-SAMPLES = 3
+STEPS = 16  # of a graph; 1 where one of them takes longer than SLOW_US
+SLOW_US = 5e3
+SAMPLES = 7
+ENOUGH_S = 0.03  # of samples of one kind
 MAX_EXPERTS = 8
 BATCH_ROWS = 16
 COPY_NBYTES = (64 << 10, 256 << 10, 1 << 20, 4 << 20)
+BESIDE_S = 0.04  # of copies beside the CPU lane
 
 
 class Line(NamedTuple):
@@ -40,96 +45,227 @@ class Line(NamedTuple):
 def calibrate_cuda(runner: CudaRunner) -> MachineProfile:
     """Measure every lane for each kind of layer of the runner's store."""
     log.info("no machine profile: measuring the GPU's lanes (about a second)")
-    profile = MachineProfile(machine=this_machine(), zero_copy_on_device=True, pinned_to_device=measure_copies(runner))
-    seen: set[str] = set()
-    for layer, described in enumerate(runner.store.layers):
-        new = set(layer_formats(described)) - seen
-        if new:
-            profile = _measure_layer(runner, layer, new, profile)
-            seen |= new
-    runner.forget_counts()
+    copies = CopyProbe(runner)
+    try:
+        profile = MachineProfile(machine=this_machine(), pinned_to_device=copies.curve())
+        seen: set[str] = set()
+        for layer, described in enumerate(runner.store.layers):
+            new = set(layer_formats(described)) - seen
+            if new:
+                profile = _measure_layer(runner, copies, layer, new, profile)
+                seen |= new
+    finally:
+        copies.close()
+        runner.reset()
     return profile
 
 
-def measure_copies(runner: CudaRunner, sizes: Sequence[int] = COPY_NBYTES) -> Curve | None:
-    """GB/s of copies from the pinned arena to the slots, by size; None where there is nothing to copy to or from."""
-    room = min(runner.num_slots * runner.device.slot_nbytes, runner.pinned_nbytes)
-    fitting = [nbytes for nbytes in sizes if nbytes <= room]
-    if not fitting or runner.totals[0] > 0:  # what slots hold would be lost
-        return None
-    source, stream = runner.store.arena.address, runner.device.copy_stream
+# -------------------------------------------------------------------------------------------------- copies
+class CopyProbe:
+    """Copies from the pinned arena to a piece of device memory of its own."""
 
-    def copy(nbytes: int) -> Callable[[], None]:
-        return lambda: runner.driver.to_device(runner.device.slots, source, nbytes, stream)
+    def __init__(self, runner: CudaRunner) -> None:
+        self.runner, self.stream = runner, runner.device.fill_stream
+        pinned = runner.device.pinned
+        self.room = min(runner.pinned_nbytes, pinned.segment_nbytes) if pinned else 0  # no copy leaves a registration
+        self.sizes = [nbytes for nbytes in COPY_NBYTES if nbytes <= self.room]
+        self.most = max(self.sizes, default=0)
+        self.target = runner.driver.allocate(self.most) if self.sizes else 0
+        self._next = 0
 
-    return Curve(tuple(map(float, fitting)), tuple(1e-3 * n / _time_us(runner, copy(n), stream) for n in fitting))
+    def put(self, nbytes: int, count: int) -> None:
+        """Put copies on the stream, from one part of the arena after the other."""
+        for _ in range(count):
+            if self._next + nbytes > self.room:
+                self._next = 0
+            source = self.runner.store.arena.address + self._next
+            self.runner.driver.to_device(self.target, source, nbytes, self.stream)
+            self._next += nbytes
 
+    def rate(self, nbytes: int, count: int = 24) -> float:
+        """GB/s of copies of a size, the median of some samples."""
+        self.put(nbytes, 2)
+        self.runner.wait_for(self.stream)
+        found = []
+        for _ in range(SAMPLES // 2 + 1):
+            begin = time.perf_counter()
+            self.put(nbytes, count)
+            self.runner.wait_for(self.stream)
+            found.append(1e-9 * nbytes * count / (time.perf_counter() - begin))
+        return float(np.median(found))
 
-def _time_us(runner: CudaRunner, put: Callable[[], None], stream: int) -> float:
-    """us of one of many of the same, put on a stream one behind the other."""
-    put()
-    runner.wait_for(stream)
-    times = []
-    for _ in range(SAMPLES):
-        begin = time.perf_counter()
-        for _ in range(REPEATS):
-            put()
-        runner.wait_for(stream)
-        times.append(1e6 * (time.perf_counter() - begin) / REPEATS)
-    return float(np.median(times))
+    def curve(self) -> Curve | None:
+        """GB/s by size; None where nothing is pinned."""
+        if not self.sizes:
+            return None
+        return Curve(tuple(map(float, self.sizes)), tuple(self.rate(nbytes) for nbytes in self.sizes))
 
-
-def _measure_layer(runner: CudaRunner, layer: int, formats: set[str], profile: MachineProfile) -> MachineProfile:
-    described = runner.store.layers[layer]
-    nbytes = int(described.layout.shard_nbytes.sum())
-    most = max(1, min(MAX_EXPERTS, described.num_experts))
-    counts = sorted({1, max(1, most // 2), most})
-    lines = {lane: _fit(counts, nbytes, [_step_us(runner, layer, n, 1, lane) for n in counts])
-             for lane in ("zero_copy", "cpu")}  # fmt: skip
-    in_cpu = (
-        nbytes
-        * 1e-3
-        * (BATCH_ROWS - 1)
-        / max(1e-3, _step_us(runner, layer, 1, BATCH_ROWS, "cpu") - _step_us(runner, layer, 1, 1, "cpu"))
-    )
-    resident = [n for n in counts if n * described.layout.num_shards <= runner.num_slots]
-    hits = _fit(resident, nbytes, [_step_us(runner, layer, n, 1, None) for n in resident]) if resident else None
-    hits = hits or lines["zero_copy"]
-    threads = (float(runner.num_threads),)
-    profile = replace(
-        profile,
-        cpu_experts=dict(profile.cpu_experts) | dict.fromkeys(formats, Curve(threads, (lines["cpu"].gb_s,))),
-        cpu_rows=dict(profile.cpu_rows) | dict.fromkeys(formats, Curve(threads, (max(in_cpu, lines["cpu"].gb_s),))),
-        device_experts=dict(profile.device_experts) | dict.fromkeys(formats, hits.gb_s),
-    )
-    if profile.step_fix_us is not None:
-        return profile
-    beyond = {lane: max(0.0, line.fix_us - hits.fix_us) for lane, line in lines.items()}
-    return replace(
-        profile, step_fix_us=hits.fix_us, zero_copy_fix_us=beyond["zero_copy"], cpu_fix_us=beyond["cpu"],
-        stream_fix_us=beyond["zero_copy"], zero_copy=Curve((1.0,), (lines["zero_copy"].gb_s,)),
-    )  # fmt: skip
+    def close(self) -> None:
+        if self.target:
+            self.runner.driver.free(self.target)
+        self.target = 0
 
 
-def _step_us(runner: CudaRunner, layer: int, num_experts: int, rows: int, lane: str | None) -> float:
-    """us of a step of ``num_experts``: all missing and on one lane, or (None) all resident."""
-    device, address, stream = runner.device, runner.device.address, runner.device.work_stream
-    device.mapped("host_ids", np.int64, rows * num_experts)[:] = np.tile(np.arange(num_experts), rows)
-    device.mapped("host_weights", np.float32, rows * num_experts)[:] = 1.0
-    device.mapped("host_x", np.float32, rows * runner.store.hidden)[:] = np.linspace(-1, 1, rows * runner.store.hidden)
-    stride = 4 * runner.store.hidden
-    step = StepInput(layer, rows, num_experts, address["host_x"], stride, "f32", address["host_out"], stride, "f32")
-    options = make_options(force="zero_copy" if lane is None else lane, fills=lane is None)
+# --------------------------------------------------------------------------------------------------- steps
+@contextlib.contextmanager
+def planned_with(runner: CudaRunner, options: Options) -> Iterator[None]:
+    """Plan with these options inside a ``with`` block."""
     before = runner.use_options(options)
     try:
-        return _time_us(
-            runner, lambda: runner.launch(step, address["host_ids"], 8, address["host_weights"], stream), stream
-        )
+        yield
     finally:
         runner.use_options(before)
 
 
-def _fit(counts: Sequence[int], nbytes: int, us: Sequence[float]) -> Line:
+class StepProbe:
+    """Steps of one layer, all alike but for their experts."""
+
+    def __init__(self, runner: CudaRunner, layer: int, num_experts: int, rows: int = 1) -> None:
+        self.runner, self.num_experts, self._next = runner, num_experts, 0
+        self.step = GraphStep(layer, rows, num_experts)
+        self.graph = self._make_graph(1)
+        self.route(runner.store.layers[layer].num_experts)
+        if self.graph.run() < SLOW_US:
+            self.graph.close()
+            self.graph = self._make_graph(STEPS)
+
+    def _make_graph(self, steps: int) -> StepGraph:
+        graph = StepGraph(self.runner, [self.step] * steps)
+        graph.hidden[:] = np.linspace(-1, 1, self.runner.store.hidden)
+        return graph
+
+    def route(self, experts: int) -> None:
+        """Route the steps to the next of the first ``experts`` experts of the layer, round and round."""
+        for ids in self.graph.ids:
+            ids[:] = (self._next + np.arange(self.num_experts)) % experts
+            self._next += self.num_experts
+
+    def us(self, experts: int) -> float:
+        """Median us of a step; long ones are measured once."""
+        times: list[float] = []
+        begin = time.perf_counter()
+        while len(times) <= SAMPLES and (not times or time.perf_counter() - begin < ENOUGH_S):
+            self.route(experts)
+            times.append(self.graph.run())
+        return float(np.median(times[min(1, len(times) - 1) :]))
+
+    def close(self) -> None:
+        self.graph.close()
+
+
+def lane_us(runner: CudaRunner, layer: int, counts: Sequence[int], lane: str, fills: bool = False) -> list[float]:
+    """us of steps with so many missing experts, all on one lane; streamed ones replace each other in the slots."""
+    found = []
+    for count in counts:
+        runner.reset()
+        options = make_options(force=lane, fills=fills)
+        with planned_with(runner, options), contextlib.closing(StepProbe(runner, layer, count)) as probe:
+            found.append(probe.us(runner.store.layers[layer].num_experts))
+    return found
+
+
+def hit_us(runner: CudaRunner, layer: int, counts: Sequence[int]) -> list[float]:
+    """us of steps with so many resident experts; of counts for which there are slots."""
+    found: list[float] = []
+    resident = resident_experts(runner, layer)
+    for count in counts:
+        if count > resident:
+            break
+        options = make_options(force="zero_copy")
+        with planned_with(runner, options), contextlib.closing(StepProbe(runner, layer, count)) as probe:
+            for _ in range(2 + resident // (len(probe.graph.steps) * count)):  # what was read in place stays
+                probe.route(resident)
+                probe.graph.run()
+            found.append(probe.us(resident))
+    return found
+
+
+def resident_experts(runner: CudaRunner, layer: int) -> int:
+    """Experts of a layer that its slots hold at a time."""
+    state, described = runner.state, runner.store.layers[layer]
+    pool = state.pool_of[layer]
+    slots = int(state.first_slot[pool + 1] - state.first_slot[pool])
+    return min(described.num_experts, slots // described.layout.num_shards)
+
+
+# ------------------------------------------------------------------------------------------------- a layer
+def _measure_layer(
+    runner: CudaRunner, copies: CopyProbe, layer: int, formats: set[str], profile: MachineProfile
+) -> MachineProfile:
+    described = runner.store.layers[layer]
+    nbytes = int(described.layout.shard_nbytes.sum())
+    most = max(1, min(MAX_EXPERTS, described.num_experts))
+    counts = sorted({1, max(1, most // 4), max(1, most // 2), most})
+    lines = {lane: fit(counts, nbytes, lane_us(runner, layer, counts, lane)) for lane in ("zero_copy", "cpu")}
+    if 0 < resident_experts(runner, layer) < described.num_experts - most:
+        streamed = [n for n in counts if n <= resident_experts(runner, layer)]
+        lines["stream"] = fit(streamed, nbytes, lane_us(runner, layer, streamed, "stream", fills=True))
+    resident = hit_us(runner, layer, counts)
+    hits = fit(counts[: len(resident)], nbytes, resident) if resident else lines["zero_copy"]
+    threads = (float(runner.num_threads),)
+    rows_gb_s = max(_rows_gb_s(runner, layer, nbytes), lines["cpu"].gb_s)
+    profile = replace(
+        profile,
+        cpu_experts=dict(profile.cpu_experts) | dict.fromkeys(formats, Curve(threads, (lines["cpu"].gb_s,))),
+        cpu_rows=dict(profile.cpu_rows) | dict.fromkeys(formats, Curve(threads, (rows_gb_s,))),
+        device_experts=dict(profile.device_experts) | dict.fromkeys(formats, hits.gb_s),
+    )
+    if profile.step_fix_us is not None:
+        return profile
+    return replace(
+        profile, zero_copy=Curve((1.0,), (lines["zero_copy"].gb_s,)), **fixed_costs(hits, lines),
+        **_beside(runner, copies, layer, most, nbytes),
+    )  # fmt: skip
+
+
+def fixed_costs(hits: Line, lines: dict[str, Line]) -> dict[str, float]:
+    """The step's, the miss's and each lane's fixed costs in us, by their names in the profile.
+
+    A lane begins while hits are computed, so what a step with misses takes beyond its lane holds the publishing and
+    the sum, but not the hits.
+    """
+    beyond = {lane: max(0.0, line.fix_us - hits.fix_us) for lane, line in lines.items()}
+    miss = min(beyond["zero_copy"], beyond["cpu"])
+    stream = beyond.get("stream", beyond["zero_copy"])
+    return {
+        "step_fix_us": hits.fix_us, "miss_fix_us": miss, "zero_copy_fix_us": beyond["zero_copy"] - miss,
+        "cpu_fix_us": beyond["cpu"] - miss, "stream_fix_us": max(0.0, stream - miss),
+    }  # fmt: skip
+
+
+def _rows_gb_s(runner: CudaRunner, layer: int, nbytes: int) -> float:
+    """Bytes x rows of the CPU lane where arithmetic is its limit: one expert for many rows, less one for one row."""
+    rows = min(BATCH_ROWS, runner.max_rows(1))
+    us = []
+    runner.reset()
+    with planned_with(runner, make_options(force="cpu")):
+        for count in (1, rows):
+            with contextlib.closing(StepProbe(runner, layer, 1, count)) as probe:
+                us.append(probe.us(runner.store.layers[layer].num_experts))
+    return nbytes * 1e-3 * (rows - 1) / max(1e-3, us[1] - us[0])
+
+
+def _beside(runner: CudaRunner, copies: CopyProbe, layer: int, most: int, nbytes: int) -> dict[str, Any]:
+    """The CPU lane beside copies: what they read of host memory together, and what the link loses."""
+    if not copies.most:
+        return {}
+    alone = copies.rate(copies.most)
+    count = max(1, int(1e9 * BESIDE_S * alone / copies.most))
+    steps, options = 0, make_options(force="cpu")
+    runner.reset()
+    with planned_with(runner, options), contextlib.closing(StepProbe(runner, layer, most)) as probe:
+        begin = time.perf_counter()
+        copies.put(copies.most, count)
+        while not runner.driver.finished(copies.stream):
+            probe.route(runner.store.layers[layer].num_experts)
+            probe.graph.run()
+            steps += len(probe.graph.steps)
+        seconds = time.perf_counter() - begin
+    copied, read = 1e-9 * count * copies.most / seconds, 1e-9 * steps * most * nbytes / seconds
+    return {"both_gb_s": copied + read, "link_slowdown": min(0.9, max(0.0, 1 - copied / alone))}
+
+
+def fit(counts: Sequence[int], nbytes: int, us: Sequence[float]) -> Line:
     """The line through times by experts; with one point, all of it is rate."""
     sizes = nbytes * np.array(counts, float)
     if len(counts) > 1:

@@ -23,7 +23,7 @@ from trilane.cuda_fills import begin_fills
 from trilane.cuda_launches import StepLaunches
 from trilane.cuda_places import make_places
 from trilane.cuda_threads import WAIT_NAP_S, CudaThreads
-from trilane.cuda_words import Control, CudaStep, Fault, Wire
+from trilane.cuda_words import Control, CudaStep, Fault, Stage, Wire
 from trilane.errors import DeviceError
 from trilane.expert import HIT, Outcome, Plan
 from trilane.gpu_kernels.cuda_device import CudaDevice, DeviceLayer, DeviceShape
@@ -249,6 +249,21 @@ class CudaRunner:
         lanes[HIT, LaneTotal.NBYTES] += max(0.0, hits) * shard_nbytes
         totals[Total.STEPS] = max(totals[Total.STEPS], float(steps))
         return totals
+
+    def reset(self) -> None:
+        """Empty slots, no history, counters at 0; no step may be under way."""
+        self.wait_for(self.device.work_stream)
+        with self.threads.holding():
+            if self.threads.control[Control.FILL_STAGE] != Stage.IDLE:
+                raise DeviceError("reset: background fills are under way; run steps until they have landed")
+            self.device.empty_table()
+            fresh, clock = empty_state(self.config, self.geometry, self.device.num_slots), self.state.clock.copy()
+            for into, source in zip(self.state, fresh, strict=True):
+                if isinstance(into, np.ndarray):
+                    into[...] = source
+            self.state.clock[...] = clock  # the GPU's goes on
+            self._totals[:] = 0.0
+            self._counted = self._device_counts()
 
     def forget_counts(self) -> None:
         """Count from now on; what slots hold stays."""

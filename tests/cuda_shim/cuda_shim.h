@@ -273,6 +273,8 @@ static inline void copy16(void* shared, const void* from) { memcpy(shared, from,
 static inline void copies_sent() {}
 template <int LATER> static inline void copies_done() {}
 static inline void prefetch(const void*) {}
+static inline void wait_for_earlier() {}
+static inline void let_next_start() {}
 static inline void rest() { shim::yield(shim::FOR_OTHERS); }
 static inline u32 atomicAdd(u32* at, u32 value) { u32 old = *at; *at += value; return old; }
 static inline u64 atomicOr(u64* at, u64 value) { u64 old = *at; *at |= value; return old; }
