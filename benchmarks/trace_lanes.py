@@ -19,9 +19,10 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from benchmarks.gpu_slots import settle
 from benchmarks.joint_rate import measure_joint_rate
 from benchmarks.peer_trace import load_trace, sweep_trace
-from benchmarks.token_graphs import AHEAD, TokenGraphs
+from trilane.token_graphs import AHEAD, TokenGraphs
 
 # name: (lane that is forced, admission, whether everything is resident)
 PARTS = {
@@ -50,12 +51,6 @@ class Run:
     @property
     def num_experts(self):
         return self.store.layers[0].num_experts
-
-
-def settle(runner):
-    """Until the control thread has counted the last step."""
-    with runner.threads.holding():
-        pass
 
 
 def missed_nbytes(stats):
@@ -101,7 +96,7 @@ def measure_part(run, name):
             with scheduler.request() as request:
                 times = graphs.run(run.trace[run.warm :])
                 settle(scheduler._runner)
-            checksum = int(graphs.outputs().view(np.uint32).sum(dtype=np.uint64))
+            checksum = int(graphs.outputs(len(run.trace) - run.warm - 1).view(np.uint32).sum(dtype=np.uint64))
         finally:
             graphs.close()
     if resident and missed_nbytes(request.stats):

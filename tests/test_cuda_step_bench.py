@@ -1,0 +1,35 @@
+"""Steps by misses and lanes one by one on a played GPU: the hits and misses that are asked for happen."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from expert_cases import profile_for
+from played_driver import PlayedDriver
+
+import trilane.cuda_runner
+from trilane.cuda_step_bench import error_quantiles, measure_cuda_steps
+from trilane.random_store import StepShape, random_store
+
+SHAPE = StepShape(hidden=256, intermediate=256, num_experts=6, top_k=2, format="q8_0")
+
+
+@pytest.fixture(scope="module")
+def store():
+    return random_store(SHAPE)
+
+
+@pytest.fixture
+def played(monkeypatch):
+    monkeypatch.setattr(trilane.cuda_runner, "CudaDriver", PlayedDriver)
+
+
+def test_rows_have_the_misses_that_were_asked_for(played, store):
+    rows = list(measure_cuda_steps(store, SHAPE, [0.5, 1.0], misses=[0, 1], repeats=2, profile=profile_for(store)))
+    assert [(row.slots, row.hits, row.misses) for row in rows] == [(0.5, 2, 0), (0.5, 1, 1), (1.0, 2, 0), (1.0, 1, 1)]
+    for row in rows[:3]:
+        assert row.lanes["hit"] == row.hits and sum(row.lanes.values()) == SHAPE.top_k
+        assert row.p50_us <= row.p90_us <= row.p99_us and row.predicted_us > 0 and row.limit_us > 0
+        assert len(row.errors) == 2
+    assert np.isnan(rows[3].p50_us) and rows[3].to_dict()["p50_us"] is None and rows[3].errors == ()
+    assert error_quantiles(rows)[0] > 0 and np.isnan(error_quantiles(rows[3:])).all()
