@@ -83,7 +83,8 @@ class Checker:
         self.scheduler, self.runner, self.name, self.layout = scheduler, scheduler._runner, name, layout
         self.lanes, _, self.filled = CONFIGS[name]
         self.rng = np.random.default_rng(5)
-        self.steps = self.rows = self.slots = 0
+        self.steps = self.rows = self.slots = self.evictions = 0
+        self.shards = dict.fromkeys(("hit", *LANES), 0)
 
     def force(self, lane):
         """Send misses to a lane from now on."""
@@ -104,6 +105,13 @@ class Checker:
             missed = sum(request.stats.lanes[lane].shards for lane in LANES)
             assert missed == 0, f"{missed} shards missed with everything resident"
         self.slots += check_slots(self.scheduler)[0]
+        self._count(self.scheduler.stats())
+
+    def _count(self, stats):
+        """What was done since the slots were emptied."""
+        self.evictions += stats.evictions
+        for name in self.shards:
+            self.shards[name] += stats.lanes[name].shards
 
     def _fill(self, step):
         """A pass over every expert of every layer."""
@@ -124,11 +132,10 @@ class Checker:
 
     def line(self):
         """What was compared, and which lanes it took."""
-        stats = self.scheduler.stats()
-        shards = ", ".join(f"{name} {lane.shards}" for name, lane in stats.lanes.items() if lane.shards)
+        shards = ", ".join(f"{name} {count}" for name, count in self.shards.items() if count)
         return (
             f"{self.name}, {self.layout.name}: {self.steps} steps, {self.rows} rows, {self.slots} slots the same; "
-            f"shards: {shards}; {stats.evictions} evictions"
+            f"shards: {shards}; {self.evictions} evictions"
         )
 
 

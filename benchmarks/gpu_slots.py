@@ -7,10 +7,8 @@ import time
 import numpy as np
 
 from trilane.cuda_words import Control, Stage
-from trilane.policy import empty_state
 
 NAP_S = 50e-6
-FILLS_S = 10.0
 
 
 def settle(runner):
@@ -33,20 +31,13 @@ def slot_table(runner):
 
 
 def empty_slots(runner, rng=None):
-    """Forget what is resident; with ``rng`` slots will be taken in a random order."""
-    with runner.threads.holding():
-        if runner.threads.control[Control.FILL_STAGE] != Stage.IDLE:
-            raise RuntimeError("background fills are under way")
-        fresh = empty_state(runner.config, runner.geometry, runner.num_slots)
-        for mine, new in zip(runner.state, fresh, strict=True):
-            if isinstance(mine, np.ndarray):
-                mine[...] = new
-        if rng is not None:
-            for first, end in zip(fresh.first_slot[:-1], fresh.first_slot[1:], strict=True):
-                rng.shuffle(runner.state.free[first:end])
-        nothing, stream = np.full(runner.shape.num_shards, -1, np.int32), runner.device.fill_stream
-        runner.driver.to_device(runner.device.address["table"], nothing.ctypes.data, nothing.nbytes, stream)
-        _finish(runner, stream)
+    """Forget what is resident, and all counts; with ``rng`` slots will be taken in a random order."""
+    runner.reset()
+    if rng is not None:
+        state = runner.state
+        with runner.threads.holding():
+            for first, end in zip(state.first_slot[:-1], state.first_slot[1:], strict=True):
+                rng.shuffle(state.free[first:end])
 
 
 def shard_sources(store, geometry):

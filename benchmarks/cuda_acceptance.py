@@ -1,0 +1,274 @@
+"""The lines that the CUDA device is held to, on a GPU, in one go: line, figure, goal, and whether it is held.
+
+Shape: hidden 2048, intermediate 768, top-8, Q4_K, 48 layers of 16 experts in one graph, slots for half of them.
+
+Method: each part is a process of its own with a time limit. A layer-step's time is the GPU's time of the graph of 48
+over 48, its experts drawn anew each time, the absent ones from 1 GB that no cache holds; medians over tokens. Times of
+a lane are lines through 1, 2, 4 and 8 missing experts: the slope is its rate, and what the line begins with, less what
+steps without misses begin with, is its fixed cost. What lanes are held against is measured in the same process.
+
+    python -m benchmarks.cuda_acceptance [--parts lanes together]
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import subprocess
+import sys
+import time
+
+import numpy as np
+
+SHAPE = {"hidden": 2048, "intermediate": 768, "num_experts": 16, "top_k": 8, "format": "q4_k"}
+NUM_LAYERS = 48
+COUNTS = (1, 2, 4, 8)
+TOKENS = 20
+
+
+def row(line, figure, goal=None, sense="<=", unit="us"):
+    """A line of the table, printed for the process that collects them; without a goal it only informs."""
+    print(json.dumps({"line": line, "figure": float(figure), "goal": goal, "sense": sense, "unit": unit}), flush=True)
+
+
+@contextlib.contextmanager
+def open_steps(shape=SHAPE, layers=NUM_LAYERS, *, fraction=0.5, profile="made"):
+    """A scheduler on the GPU and its steps; ``profile`` None: measured."""
+    from benchmarks.cuda_identity import made_profile
+    from trilane import Config, ExpertScheduler
+    from trilane.cuda_step_bench import LayerSteps
+    from trilane.random_store import StepShape, random_store
+
+    store = random_store(StepShape(**shape), layers)
+    config = Config(cache={"fraction": fraction, "pool": "layer"}, policy={"admit": "always"})
+    profile = made_profile(store) if profile == "made" else profile
+    with ExpertScheduler(store, profile=profile, config=config, device="cuda") as scheduler:
+        steps = LayerSteps(scheduler)
+        try:
+            yield steps
+        finally:
+            steps.close()
+
+
+def line_of(counts, us):
+    """(us before the first expert, us of each) of the line through times by experts."""
+    each, first = np.polyfit(counts, us, 1)
+    return float(first), float(each)
+
+
+def copy_gb_s(steps, count=64, samples=5):
+    """GB/s of copies of whole experts from the pinned arena to slots, one behind the other."""
+    from trilane.gpu_kernels.events import events_of
+
+    runner, nbytes = steps.runner, steps.expert_nbytes
+    runner.reset()
+    arena, places = steps.store.arena, max(1, runner.num_slots * runner.device.slot_nbytes // nbytes)
+    events, found = events_of(runner.driver), []
+    for sample in range(samples):
+        first = events.record(runner.device.copy_stream)
+        for k in range(count):
+            source = arena.address + (sample * count + k) % (arena.nbytes // nbytes) * nbytes
+            target = runner.device.slots + k % places * nbytes
+            runner.driver.to_device(target, source, nbytes, runner.device.copy_stream)
+        last = events.record(runner.device.copy_stream)
+        events.wait(last)
+        found.append(count * nbytes / events.us(first, last) / 1e3)
+    events.close()
+    return float(np.median(found))
+
+
+def read_gb_s(steps):
+    """GB/s of the reading kernel with 8 experts in flight; None where the driver is not NVIDIA's."""
+    from benchmarks.read_curve import PinnedReader
+    from trilane.gpu_kernels.driver import CudaDriver
+
+    if not isinstance(steps.runner.driver, CudaDriver):
+        return None
+    pinned = steps.runner.device.pinned
+    return PinnedReader(steps.runner.driver, pinned.address, pinned.pinned_nbytes, steps.expert_nbytes).gb_s(8)
+
+
+# ------------------------------------------------------------------------------------------------- the parts
+def lanes(steps, counts=COUNTS, tokens=TOKENS):
+    """Each lane alone: its rate against what copies and reads reach, and its fixed cost."""
+    most, nbytes = counts[-1], steps.expert_nbytes
+    hits, _ = line_of(counts, [steps.median_us(n, 0, tokens=tokens) for n in counts])
+    row("all hits: us before the first expert", hits)
+    first = {}
+    for lane in ("zero_copy", "stream", "cpu"):
+        us = [steps.median_us(0, n, lane, tokens) for n in counts]
+        first[lane], each = line_of(counts, us)
+        times = " ".join(f"{value:.1f}" for value in us)
+        row(
+            f"{lane}: GB/s of its bytes ({'/'.join(map(str, counts))} experts: {times} us)",
+            nbytes / each / 1e3,
+            unit="GB/s",
+        )
+        gb_s = most * nbytes / (us[-1] - hits) / 1e3
+        if lane == "stream":
+            copies = copy_gb_s(steps)
+            row(f"streaming {most} experts over copies ({copies:.1f} GB/s)", gb_s / copies, 0.95, ">=", "")
+        elif lane == "zero_copy" and (reads := read_gb_s(steps)):
+            row(
+                f"reading {most} in place with fill over the reading kernel ({reads:.1f} GB/s)",
+                gb_s / reads,
+                0.93,
+                ">=",
+                "",
+            )
+    row("CPU lane: fixed cost over its bytes", first["cpu"] - hits, 15.0)
+    row("control overhead of a layer with misses (in place)", first["zero_copy"] - hits, 8.0)
+
+
+def no_fill(steps, counts=COUNTS, tokens=TOKENS):
+    """Reads in place without slots to fill."""
+    most, nbytes = counts[-1], steps.expert_nbytes
+    first, each = line_of(counts, us := [steps.median_us(0, n, "zero_copy", tokens) for n in counts])
+    row("in place, no fill: us before the first expert", first)
+    row("in place, no fill: GB/s of its bytes", nbytes / each / 1e3, unit="GB/s")
+    if reads := read_gb_s(steps):
+        gb_s = most * nbytes / (us[-1] - first) / 1e3
+        row(
+            f"reading {most} in place, no fill, over the reading kernel ({reads:.1f} GB/s)",
+            gb_s / reads,
+            0.95,
+            ">=",
+            "",
+        )
+
+
+def together(steps, tokens=TOKENS):
+    """The split: hits beside misses, and link and CPU lane at once."""
+    top_k = SHAPE["top_k"] if steps.store.layers[0].num_experts >= 2 * SHAPE["top_k"] else 2
+    missing = max(1, top_k // 4)
+    for lane in (None, "zero_copy", "stream", "cpu"):
+        hits = steps.median_us(top_k - missing, 0, lane, tokens)
+        misses = steps.median_us(0, missing, lane, tokens)
+        both = steps.median_us(top_k - missing, missing, lane, tokens)
+        name, alone = f"{top_k - missing} hits and {missing} misses, {lane or 'split'}", f"{hits:.1f} and {misses:.1f}"
+        row(f"{name}: {both:.1f} us, alone {alone}; beyond the longer", both - max(hits, misses), 10.0)
+
+
+def joint(steps, tokens=TOKENS):
+    """Link and CPU lane at once against what memory gives both (joint_rate.py)."""
+    from benchmarks.joint_rate import measure_joint_rate
+
+    most = min(SHAPE["top_k"], steps.store.layers[0].num_experts // 2)
+    hits, _ = line_of((1, most), [steps.median_us(n, 0, tokens=tokens) for n in (1, most)])
+    us = steps.median_us(0, most, None, tokens)
+    gb_s = most * steps.expert_nbytes / (us - hits) / 1e3
+    rate = measure_joint_rate(steps.runner.driver, steps.runner.num_threads, most_nbytes=steps.store.nbytes)
+    name = f"lanes together, {most} misses split: {gb_s:.1f} of {rate.both:.1f} GB/s ({rate.cpu_together:.1f} CPU"
+    row(f"{name}, {rate.link_together:.1f} link)", gb_s / rate.both, 0.9, ">=", "")
+
+
+def resident(steps, tokens=TOKENS):
+    """Everything resident, through the general path; then with the control thread stopped."""
+    from trilane.cuda_words import Control, Fault
+
+    top_k = min(SHAPE["top_k"], steps.store.layers[0].num_experts // 2)
+    steps.force("zero_copy")
+    graphs, layers = steps.graphs(top_k), len(steps.store.layers)
+    rng = np.random.default_rng(2)
+    draws = [
+        [rng.choice(steps.store.layers[0].num_experts, top_k, False) for _ in range(layers)] for _ in range(tokens)
+    ]
+    trace, wanted, stopped = np.array(draws, np.int32), {}, {}
+    for ids in _sweep(steps, top_k):
+        graphs.run(ids[None])
+    before = _mailboxes(steps)
+    us = np.median(graphs.run(trace, lambda token, out: wanted.update({token: out})).us) / layers
+    row(f"{layers} layers in one launch, all hits: us a layer", us)
+    row("mailboxes written in steps without misses", _mailboxes(steps) - before, 0, unit="")
+    steps.runner.inject_fault(Fault.DEAF)
+    time.sleep(0.01)
+    alone = np.median(graphs.run(trace, lambda token, out: stopped.update({token: out})).us) / layers
+    differ = sum((wanted[t].view(np.uint32) != stopped[t].view(np.uint32)).any() for t in range(tokens))
+    row(f"outputs that differ, of {tokens * layers} steps without a control thread", differ, 0, unit="")
+    row("all hits: what the control thread costs a layer", us - alone, 1.0)
+    steps.runner.inject_fault(Fault.NONE)
+    assert steps.runner.threads.control[Control.FAULT] == Fault.NONE
+
+
+def _mailboxes(steps):
+    """Steps with misses since the start, as the GPU counts them."""
+    from trilane.gpu_kernels.words import TYPES
+
+    state, stream = np.zeros((), TYPES["State"]), steps.runner.device.fill_stream
+    steps.runner.driver.to_host(state.ctypes.data, steps.runner.device.address["state"], state.nbytes, stream)
+    steps.runner.wait_for(stream)
+    return int(state["sequence"])
+
+
+def _sweep(steps, top_k):
+    from benchmarks.peer_trace import sweep_trace
+
+    layers = steps.store.layers
+    return np.concatenate([sweep_trace(len(layers), layers[0].num_experts, top_k)] * 2)
+
+
+# part: (function, slots as a part of all experts, whether the lanes' rates are measured first)
+PARTS = {
+    "resident": (resident, 1.0, False),
+    "lanes": (lanes, 0.5, False),
+    "no_fill": (no_fill, 0.0, False),
+    "together": (together, 0.5, True),
+    "joint": (joint, 0.5, True),
+}
+
+
+def run_part(name, limit_s):
+    """Rows of a part in its own process, and what went wrong."""
+    command = [sys.executable, "-m", "benchmarks.cuda_acceptance", "--only", name]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=limit_s, check=False)
+        text, problem = done.stdout, "" if done.returncode == 0 else done.stderr.strip()[-1500:] or "failed"
+    except subprocess.TimeoutExpired as late:
+        text = late.stdout.decode() if isinstance(late.stdout, bytes) else late.stdout or ""
+        problem = f"took more than {limit_s:g} s"
+    return [json.loads(line) for line in text.splitlines() if line.startswith("{")], problem
+
+
+def verdict(found):
+    """ "held", "NOT held", or nothing for a row without a goal."""
+    if found["goal"] is None:
+        return ""
+    figure, goal = found["figure"], found["goal"]
+    return "held" if (figure <= goal if found["sense"] == "<=" else figure >= goal) else "NOT held"
+
+
+def table_line(found):
+    goal = "" if found["goal"] is None else f"{found['sense']} {found['goal']:g}"
+    return f"{found['line']:96s} {found['figure']:9.3f} {found['unit']:5s} {goal:8s} {verdict(found)}"
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS))
+    parser.add_argument("--limit", type=float, default=60.0, help="s for each part")
+    parser.add_argument("--only", choices=PARTS, help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    if args.only:
+        part, fraction, measured = PARTS[args.only]
+        with open_steps(fraction=fraction, profile=None if measured else "made") as steps:
+            part(steps)
+        return 0
+    rows, problems = [], {}
+    for name in args.parts:
+        begin = time.perf_counter()
+        found, problem = run_part(name, args.limit)
+        rows += found
+        if problem:
+            problems[name] = problem
+        print(
+            f"--- {name}: {'FAILED' if problem else 'done'}, {time.perf_counter() - begin:.0f} s\n{problem}", flush=True
+        )
+    print("\n" + "\n".join(map(table_line, rows)))
+    for name, problem in problems.items():
+        print(f"part {name}: FAILED: {problem.splitlines()[-1]}")
+    return int(bool(problems) or any(verdict(found) == "NOT held" for found in rows))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,66 @@
+"""The table of acceptance lines on a played GPU: parts run and print rows; and how rows are judged."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+from played_driver import PlayedDriver
+
+import trilane.cuda_runner
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+from benchmarks import cuda_acceptance
+from benchmarks.read_curve import compile_reader
+
+SHAPE = {"hidden": 256, "intermediate": 256, "num_experts": 4, "top_k": 2, "format": "q8_0"}
+
+
+@pytest.fixture
+def rows(monkeypatch, capsys):
+    """Runs a part on a small store; its rows by their first words."""
+    monkeypatch.setattr(trilane.cuda_runner, "CudaDriver", PlayedDriver)
+
+    def run(part, fraction, **options):
+        with cuda_acceptance.open_steps(SHAPE, 1, fraction=fraction) as steps:
+            part(steps, tokens=1, **options)
+        found = map(json.loads, capsys.readouterr().out.splitlines())
+        return {row["line"]: row for row in found}
+
+    return run
+
+
+def test_resident_steps_need_no_control_thread(rows):
+    found = rows(cuda_acceptance.resident, 1.0)
+    judged = [row for row in found.values() if row["unit"] == "" and row["goal"] == 0]
+    assert len(judged) == 2 and all(row["figure"] == 0 for row in judged)
+
+
+def test_lanes_and_overlap_print_their_lines(rows):
+    found = rows(cuda_acceptance.lanes, 0.5, counts=(1, 2))
+    assert [line.split(":")[0] for line in found][:2] == ["all hits", "zero_copy"]
+    assert any(line.startswith("streaming 2 experts over copies") for line in found)
+    assert "control overhead of a layer with misses (in place)" in found
+    beyond = rows(cuda_acceptance.together, 0.5)
+    assert len(beyond) == 4 and all(line.startswith("1 hits and 1 misses") for line in beyond)
+
+
+def test_rows_are_judged_by_their_goal():
+    line = {"line": "x", "figure": 0.94, "goal": 0.95, "sense": ">=", "unit": ""}
+    assert cuda_acceptance.verdict(line) == "NOT held" and cuda_acceptance.verdict(line | {"figure": 0.95}) == "held"
+    assert cuda_acceptance.verdict(line | {"sense": "<="}) == "held" and not cuda_acceptance.verdict(
+        line | {"goal": None}
+    )
+    assert "NOT held" in cuda_acceptance.table_line(line)
+    assert cuda_acceptance.verdict(line | {"figure": float("nan")}) == "NOT held"
+
+
+def test_a_line_through_times():
+    assert cuda_acceptance.line_of((1, 2, 4), (15.0, 20.0, 30.0)) == (pytest.approx(10.0), pytest.approx(5.0))
+
+
+def test_the_reading_kernel_compiles():
+    assert compile_reader(90)[:4] == b"\x7fELF"
