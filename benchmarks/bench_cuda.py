@@ -61,7 +61,7 @@ class LayersInOneGraph:
 
     @property
     def out(self):
-        return np.stack(self.graph.out)
+        return np.stack(self.graph.outputs())
 
     def close(self):
         self.graph.close()

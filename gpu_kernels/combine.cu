@@ -23,8 +23,8 @@ DEV void wait_for_parts(const Step& step) {
 }
 
 extern "C" __global__ void __launch_bounds__(256) combine(const __grid_constant__ Layer layer, const __grid_constant__ Step step) {
+  let_next_start();  // which waits until this has ended
   wait_for_earlier();
-  let_next_start();
   if (combines_at_once(step)) return;
   __shared__ CombineShared shared;
   combine_columns<false>(layer, step, blockIdx.y, blockIdx.x * DOWN_CHUNK, layer.hidden, shared, [&] {

@@ -16,10 +16,11 @@ DEV void make_hidden_rows(const Layer& layer, const Step& step, const Work& work
   const float* h = step.h + ((i64)(work.item.first_position + first + warp) * layer.num_shards + work.item.shard) * BLOCK;
   float v[8];
   bool bad = false;
+  float4 a = __ldcg((const float4*)(h + 8 * lane)), b = __ldcg((const float4*)(h + 8 * lane) + 1);
+  v[0] = a.x, v[1] = a.y, v[2] = a.z, v[3] = a.w, v[4] = b.x, v[5] = b.y, v[6] = b.z, v[7] = b.w;
 #pragma unroll
   for (int i = 0; i < 8; i++) {
-    int n = 8 * lane + i;
-    v[i] = n < neurons ? __ldcg(h + n) : 0.0f;
+    if (8 * lane + i >= neurons) v[i] = 0.0f;
     bad |= (__float_as_uint(v[i]) & 0x7fffffffu) >= INFINITY_BITS;
   }
   if (DownFormat::INT8)
@@ -33,16 +34,25 @@ DEV void make_hidden_rows(const Layer& layer, const Step& step, const Work& work
 // Columns `first` to `first + count` of the parts of some rows, four lanes a column; row 0 of the planes is `first`.
 DEV void multiply_down(const Layer& layer, const Step& step, const Work& work, int neurons, const Rows& down,
                        const HiddenRows& hidden, int first, int count, int first_row) {
+  constexpr int AT_ONCE = DownFormat::INT8 && sizeof(typename DownFormat::Piece) <= 48 ? 2 : 1, GROUPS = 8 * WARPS;
   int group = threadIdx.x / 4, t = threadIdx.x & 3, rows = min(HIDDEN_ROWS, work.item.num_rows - first_row);
-  for (int base = 0; base < count; base += 8 * WARPS) {
-    int i = min(base + group, count - 1);
-    typename DownFormat::Piece piece = DownFormat::load(main_row(down, i), side_row(down, i), 0, t, neurons);
+  for (int base = 0; base < count; base += AT_ONCE * GROUPS) {
+    typename DownFormat::Piece pieces[AT_ONCE];
+#pragma unroll
+    for (int k = 0; k < AT_ONCE; k++) {
+      int i = min(base + k * GROUPS + group, count - 1);
+      pieces[k] = DownFormat::load(main_row(down, i), side_row(down, i), 0, t, neurons);
+    }
     for (int row = 0; row < rows; row++) {
       i64 at = (i64)(work.item.first_position + first_row + row) * layer.num_shards + work.item.shard;
+      float* parts = step.parts + at * layer.hidden + first;
       typename DownFormat::X x = DownFormat::load_x(hidden.row[row], 0, t, neurons);
-      float v = DownFormat::value(piece, x, t) + 0.0f;
-      if (t == 0 && base + group < count)
-        step.parts[at * layer.hidden + first + i] = hidden.bad[row] ? canonical_nan() : v;
+#pragma unroll
+      for (int k = 0; k < AT_ONCE; k++) {
+        int i = base + k * GROUPS + group;
+        float v = DownFormat::value(pieces[k], x, t) + 0.0f;
+        if (t == 0 && i < count) parts[i] = hidden.bad[row] ? canonical_nan() : v;
+      }
     }
   }
 }

@@ -13,6 +13,7 @@
 // GATE_FORMAT, UP_FORMAT and DOWN_FORMAT are defined when this is compiled; GATE_FORMAT may be `none`.
 #include "combine.cuh"
 #include "down.cuh"
+#include "few.cuh"
 #include "plan.cuh"
 
 // Biases and padding, which lie behind the matrices.
@@ -32,39 +33,50 @@ DEV void up_done(const Progress& progress, const Work& work, int index) {
   if (threadIdx.x == 0) store_release_gpu(progress.hidden + index * CHUNKS + work.task, work.clock);
 }
 
-// Everything that the block needs of the shard is sent for at once: two halves of its neurons, then its columns.
-DEV void run_whole(const Layer& layer, const Step& step, const Progress& progress, const Work& work, int index,
-                   const ShardPlace& place, u8* shared) {
-  constexpr int HALF = UP_CHUNK / 2;
-  Columns columns = columns_of(layer, work.task);
-  UpSpans spans = up_spans(layer, place, shared, work.task * UP_CHUNK, HALF);
-  Span side = span_of(behind(spans.up[1]), place.down_side, place.down_side_stride, columns.first, columns.count);
-  Span main = span_of(behind(side), place.down_main, place.down_stride, columns.first, columns.count);
-  bool up = work.task < up_chunks_of(place);
-  if (up) {
-    stage(work.item, spans.gate_side);
-    stage(work.item, spans.up_side);
-    stage_tile(work.item, spans, 0);
+// Where everything that a block needs of a shard is in shared memory.
+struct Stage {
+  UpSpans up;
+  Span side, main;  // of down
+  Columns columns;
+  bool has_up;  // neurons of its own; a short shard has none for its last blocks
+};
+
+DEV Stage stage_of(const Layer& layer, const Work& work, const ShardPlace& place, u8* shared) {
+  Stage stage;
+  stage.columns = columns_of(layer, work.task);
+  stage.up = up_spans(layer, place, shared, work.task * UP_CHUNK, UP_CHUNK);
+  stage.side = span_of(behind(stage.up.up), place.down_side, place.down_side_stride, stage.columns.first, stage.columns.count);
+  stage.main = span_of(behind(stage.side), place.down_main, place.down_stride, stage.columns.first, stage.columns.count);
+  stage.has_up = work.task < up_chunks_of(place);
+  return stage;
+}
+
+// All of it is sent for at once: first the neurons, then the columns.
+DEV void send_for(const Item& item, const Stage& sent) {
+  if (sent.has_up) {
+    stage_sides(item, sent.up);
+    stage_tile(item, sent.up);
   }
   copies_sent();
-  if (up) stage_tile(work.item, spans, 1);
+  stage(item, sent.side);
+  stage(item, sent.main);
   copies_sent();
-  stage(work.item, side);
-  stage(work.item, main);
-  copies_sent();
-  if (up) {
-    prefetch_records(layer, step, work);
-    copies_done<2>();
-    multiply_tile(layer, step, work, place, spans, 0, 0, HALF);
+}
+
+DEV void run_whole(const Layer& layer, const Step& step, const Progress& progress, const Work& work, int index,
+                   const ShardPlace& place, const Stage& stage) {
+  if (stage.has_up) {
+    FirstX ahead = load_first(layer, step, work.item.first_position);
     copies_done<1>();
-    multiply_tile(layer, step, work, place, spans, 1, HALF, HALF);
+    multiply_tile(layer, step, work, place, stage.up, 0, UP_CHUNK, ahead);
     up_done(progress, work, index);
-    fill_sides(work, spans);
+    fill_up(work, stage.up);
+    fill_sides(work, stage.up);
   }
   copies_done<0>();
   wait_for_hidden(place, work, progress.hidden + index * CHUNKS);
-  multiply_columns(layer, step, work, place, side, main, 0, columns.first, columns.count);
-  fill(work.item, side);
+  multiply_columns(layer, step, work, place, stage.side, stage.main, 0, stage.columns.first, stage.columns.count);
+  fill(work.item, stage.side);
 }
 
 DEV void run_by_tiles(const Layer& layer, const Step& step, const Progress& progress, const Work& work, int index,
@@ -88,19 +100,22 @@ DEV void run_combine(const Layer& layer, const Step& step, const Progress& progr
       });
 }
 
-template <bool PLAN>
+template <bool PLAN>  // `sent_for`: the shard's bytes are on their way to shared memory
 DEV void run_item(const Layer& layer, const Step& step, const Progress& progress, const Work& work, int index, int count,
-                  u8* shared, const Tiles& tiles) {
+                  u8* shared, const Tiles& tiles, bool sent_for) {
   const ShardPlace& place = layer.place[work.item.shard == layer.num_shards - 1];
   if (PLAN && work.task == 0) mark_lane(layer, step, work);
   if (PLAN && !bytes_are_there(step, work)) {
     up_done(progress, work, index);  // others of the item may have seen the flag
     return;
   }
-  if (tiles.whole)
-    run_whole(layer, step, progress, work, index, place, shared);
-  else
+  if (tiles.whole) {
+    Stage stage = stage_of(layer, work, place, shared);
+    if (!sent_for) send_for(work.item, stage);
+    run_whole(layer, step, progress, work, index, place, stage);
+  } else {
     run_by_tiles(layer, step, progress, work, index, place, shared, tiles);
+  }
   if (PLAN) {
     if (work.task == 0 && work.item.fill) fill_tail(work.item, place);
     return;
@@ -123,20 +138,70 @@ DEV int read_item(const Step& step, const WorkList* list, int index, Work& work)
   return count;
 }
 
+// ------------------------------------------------------------------------------------------- early starts
+// Hits of a single row start while publish still looks them up. So that their bytes come sooner, each block looks up
+// for itself which one it will get; publish has the last word.
+struct Guess {
+  const u8* weights;  // null: no such hit
+  int shard;
+  int expert[FEW];  // by group
+};
+
+DEV bool guesses(const Step& step, const Tiles& tiles) {
+  return STARTS_EARLY && tiles.whole && step.num_rows == 1 && step.top_k <= FEW;
+}
+
+// One warp: the hit that publish will put into place `index` of its list, unless the slot table changes before.
+DEV void guess_item(const Layer& layer, const Step& step, int index, Guess& guess) {
+  int lane = threadIdx.x % 32, hits = 0;
+  i64 id = lane < step.top_k ? id_of(step, lane) : -1;
+  Few few = group_few(id >= 0 && id < layer.num_experts ? (int)id : -1, step.top_k);
+  if (few.leads) guess.expert[few.group] = few.expert;
+  if (lane == 0) guess.weights = nullptr;
+  __syncwarp();
+  int total = few.num_groups * layer.num_shards;
+  for (int base = 0; base < total && hits <= index; base += 32) {
+    int at = base + lane, group = at / layer.num_shards, shard = at - group * layer.num_shards;
+    int slot = at < total ? __ldcg(layer.slot_of + guess.expert[group] * layer.num_shards + shard) : -1;
+    u32 found = __ballot_sync(FULL, slot >= 0);
+    if (slot >= 0 && hits + __popc(found & ((1u << lane) - 1u)) == index)
+      guess.weights = (const u8*)(layer.slots + slot * layer.slot_nbytes), guess.shard = shard;
+    hits += __popc(found);
+  }
+}
+
+// Sends for the bytes of the hit that was guessed; those of another one are sent for again.
+DEV void send_early(const Layer& layer, const Step& step, int index, const Work& work, u8* shared, Guess& guess) {
+  if (threadIdx.x < 32) guess_item(layer, step, index, guess);
+  __syncthreads();
+  if (!guess.weights) return;
+  Item item = {};  // `work` gets the real one while some threads still are here
+  item.weights = guess.weights;
+  send_for(item, stage_of(layer, work, layer.place[guess.shard == layer.num_shards - 1], shared));
+}
+
 constexpr int BLOCKS = UpFormat::INT8 && DownFormat::INT8 ? 3 : 2;  // on a multiprocessor, at least
 
 extern "C" __global__ void __launch_bounds__(256, BLOCKS)
     experts_hit(const __grid_constant__ Layer layer, const __grid_constant__ Step step,
                 const __grid_constant__ Progress progress, const __grid_constant__ Tiles tiles) {
-  wait_for_earlier();
-  let_next_start();
   DYNAMIC_SHARED(shared);
   __shared__ Work work;
+  __shared__ Guess guess;
   int index = blockIdx.x / CHUNKS;
-  if (threadIdx.x == 0) work.task = blockIdx.x % CHUNKS;
+  if (threadIdx.x == 0) work.task = blockIdx.x % CHUNKS, guess.weights = nullptr;
+  __syncthreads();
+  if (guesses(step, tiles)) send_early(layer, step, index, work, shared, guess);
+  wait_for_earlier();
+  let_next_start();
   int count = read_item(step, step.hits, index, work);
+  bool right = index < count && guess.weights == work.item.weights && guess.shard == work.item.shard;
+  if (guess.weights && !right) {
+    copies_done<0>();
+    __syncthreads();
+  }
   if (index < count)
-    run_item<false>(layer, step, progress, work, index, count, shared, tiles);
+    run_item<false>(layer, step, progress, work, index, count, shared, tiles, right);
   else if (index == 0 && combines_at_once(step))
     run_combine(layer, step, progress, work.task, 0, work.clock);
 }
@@ -164,5 +229,5 @@ extern "C" __global__ void __launch_bounds__(256, BLOCKS)
   if (threadIdx.x < 32) wait_for_blocks(progress.relayed, 1, 1, step.state->clock);
   __syncthreads();
   int count = read_item(step, step.plan, index, work);
-  if (index < count) run_item<true>(layer, step, progress, work, index, count, shared, tiles);
+  if (index < count) run_item<true>(layer, step, progress, work, index, count, shared, tiles, false);
 }

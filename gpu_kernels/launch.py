@@ -19,7 +19,7 @@ PUBLISH_THREADS = 512
 EXPERTS_THREADS = COMBINE_THREADS = 256
 STAGE_NBYTES = 38 << 10  # dynamic shared memory that every GPU has beside the kernels' own
 WHOLE_NBYTES = 56 << 10  # of the 64 KiB that the smallest GPU gives a block that asks for it
-GROUPING_NBYTES = 20  # of each expert, in publish
+GROUPING_NBYTES = 28  # of each expert, in publish
 
 Struct = NDArray[np.void]
 

@@ -10,6 +10,12 @@ typedef unsigned u32;
 typedef long long i64;
 typedef unsigned long long u64;
 
+#if __CUDA_ARCH__ >= 900
+constexpr bool STARTS_EARLY = true;  // whether a kernel may start while the one before it still runs
+#else
+constexpr bool STARTS_EARLY = false;
+#endif
+
 #define DEV static __device__ __forceinline__
 #define DYNAMIC_SHARED(name) extern __shared__ __align__(16) u8 name[]
 
@@ -67,8 +73,8 @@ template <int LATER> DEV void copies_done() {  // this thread's groups but the l
 #endif
 }
 
-// A kernel may start while the one before it in the stream still runs (launches that start early, from 9.0 on):
-// nothing of what came before may be touched until this returns, at once where kernels do not overlap.
+// In a kernel that started early: nothing of what came before may be relied on until this returns; at once where kernels
+// do not overlap.
 DEV void wait_for_earlier() {
 #if __CUDA_ARCH__ >= 900
   asm volatile("griddepcontrol.wait;" ::: "memory");

@@ -1,9 +1,11 @@
 // publish: hidden rows to activation records, ids to groups, groups to hits and misses; with misses the mailbox.
 //
 // Grid: one block a row, 512 threads. Warp 0 of block 0 groups and looks up while the others make records, so a single
-// row costs the longer of the two. The block that arrives last closes the step (and writes the mailbox's rows).
+// row costs the longer of the two. Few rows go to the mailbox at once, whether anything is missing or not; more of them
+// when it is known. The block that arrives last closes the step.
 // Reads 4 * hidden bytes a row and the slot table's entries; writes 320 or 1024 bytes per 256 elements.
 #include "combine.cuh"
+#include "few.cuh"
 #include "updates.cuh"
 
 // ------------------------------------------------------------------------------------------------ rows
@@ -19,6 +21,17 @@ DEV void load8(const Step& step, const u8* x, int first, int hidden, float v[8])
   for (int i = 0; i < 8; i++) v[i] = first + i < hidden ? load_element(x, step.x_element, first + i) : 0.0f;
 }
 
+// Whether rows go to the host before it is known if it needs them: cheaper than to wait for that.
+DEV bool mails_at_once(const Step& step) { return step.num_rows <= FUSED_ROWS; }
+
+DEV void mail_block(const Step& step, i64 block, const float v[8], int lane) {
+  if (step.mail_records) write_record(v, step.mail_records + block * RECORD, lane);
+  if (!step.mail_floats) return;
+  float4* out = (float4*)(step.mail_floats + block * BLOCK + 8 * lane);
+  out[0] = make_float4(v[0], v[1], v[2], v[3]);
+  out[1] = make_float4(v[4], v[5], v[6], v[7]);
+}
+
 // Records of one block of a row, by one warp; whether an element is not finite.
 DEV bool publish_block(const Layer& layer, const Step& step, int row, int block, int lane) {
   int nb = (layer.hidden + BLOCK - 1) / BLOCK;
@@ -32,19 +45,27 @@ DEV bool publish_block(const Layer& layer, const Step& step, int row, int block,
     out[1] = make_float4(v[4], v[5], v[6], v[7]);
   }
   if (step.records) write_record(v, step.records + ((i64)row * nb + block) * RECORD, lane);
+  if (mails_at_once(step)) mail_block(step, (i64)row * nb + block, v, lane);
   return bad;
 }
 
 // -------------------------------------------------------------------------------------------- grouping
 struct Grouping {  // in shared memory, num_experts each
-  int *rows, *next, *expert;
-  u64* missing;  // by group: a bit for each missing shard
+  int *rows, *next;            // by expert: how many, and the next one's position
+  int *expert, *first, *count; // by group: whose, first position, rows
+  u64* missing;                // by group: a bit for each missing shard
 };
 
 DEV Grouping shared_grouping(u8* shared, int num_experts) {
   u64* missing = (u64*)shared;
   int* rows = (int*)(missing + num_experts);
-  return {rows, rows + num_experts, rows + 2 * num_experts, missing};
+  return {rows, rows + num_experts, rows + 2 * num_experts, rows + 3 * num_experts, rows + 4 * num_experts, missing};
+}
+
+DEV void note_group(const Step& step, const Grouping& g, int group, int expert, int first, int count) {
+  int n = step.num_rows * step.top_k;
+  g.expert[group] = expert, g.first[group] = first, g.count[group] = count, g.missing[group] = 0;
+  step.groups[group] = expert, step.groups[n + group] = first, step.groups[2 * n + group] = count;
 }
 
 // The expert of an entry, -1 if it is skipped; ids that do not exist are skipped and reported.
@@ -78,7 +99,7 @@ DEV int sum_below(int value, int lane) {  // of the lanes before this one
 
 // Groups in the order of their experts; each expert's first position into `next`. The number of groups.
 DEV int list_groups(const Layer& layer, const Step& step, const Grouping& g, int lane) {
-  int n = step.num_rows * step.top_k, share = (layer.num_experts + 31) / 32;
+  int share = (layer.num_experts + 31) / 32;
   int first = min(lane * share, layer.num_experts), last = min(first + share, layer.num_experts);
   int rows = 0, groups = 0;
   for (int e = first; e < last; e++) rows += g.rows[e], groups += g.rows[e] > 0;
@@ -87,11 +108,7 @@ DEV int list_groups(const Layer& layer, const Step& step, const Grouping& g, int
   for (int e = first; e < last; e++) {
     g.next[e] = position;
     if (g.rows[e] == 0) continue;
-    g.expert[group] = e;
-    g.missing[group] = 0;
-    step.groups[group] = e;
-    step.groups[n + group] = position;
-    step.groups[2 * n + group] = g.rows[e];
+    note_group(step, g, group, e, position, g.rows[e]);
     position += g.rows[e], group++;
   }
   __syncwarp();
@@ -110,6 +127,17 @@ DEV void place_entries(const Layer& layer, const Step& step, const Grouping& g, 
     if (entry < n) step.position_of[entry] = position;
     if (position >= 0) step.token_of[position] = entry / step.top_k;
   }
+}
+
+// The same for up to FEW entries, one in each lane.
+DEV Few place_few(const Layer& layer, const Step& step, const Grouping& g, u32 clock, int lane) {
+  int n = step.num_rows * step.top_k;
+  Few few = group_few(lane < n ? expert_of(layer, step, lane, clock) : -1, n);
+  if (few.leads) note_group(step, g, few.group, few.expert, few.first, __popc(few.peers));
+  if (lane < n) step.position_of[lane] = few.position;
+  if (few.position >= 0) step.token_of[few.position] = lane / step.top_k;
+  __syncwarp();
+  return few;
 }
 
 // --------------------------------------------------------------------------------------------- look-up
@@ -133,7 +161,7 @@ DEV int look_up(const Layer& layer, const Step& step, const Grouping& g, int num
     int slot = real ? layer.slot_of[expert * layer.num_shards + shard] : -1;
     u32 found = __ballot_sync(FULL, slot >= 0);
     if (real) {
-      int rows = g.rows[expert], first = g.next[expert] - rows;
+      int rows = g.count[group], first = g.first[group];
       if (slot >= 0)
         write_hit(layer, step, hits + __popc(found & ((1u << lane) - 1u)), slot, shard, first, rows);
       else
@@ -148,40 +176,51 @@ DEV int look_up(const Layer& layer, const Step& step, const Grouping& g, int num
 }
 
 // --------------------------------------------------------------------------------------------- mailbox
-// All threads of block 0: what the host needs to plan. The rows follow when all blocks have made theirs.
+DEV void mail_header(const Layer& layer, const Step& step, int num_groups, int missing, u32 clock) {
+  Mailbox* mail = step.mail;
+  mail->begin = step.state->sequence = step.state->sequence + 1;
+  mail->layer = layer.layer, mail->num_rows = step.num_rows, mail->top_k = step.top_k;
+  mail->num_groups = num_groups, mail->num_missing = missing, mail->clock = clock;
+}
+
+DEV void mail_group(const Step& step, const Grouping& g, int group) {
+  int n = step.num_rows * step.top_k;
+  step.mail_groups[group] = g.expert[group];
+  step.mail_groups[n + group] = g.first[group];
+  step.mail_groups[2 * n + group] = g.count[group];
+  step.mail_missing[group] = g.missing[group];
+}
+
+// All threads of block 0: what the host needs to plan.
 DEV void write_mail(const Layer& layer, const Step& step, const Grouping& g, int num_groups, int missing, u32 clock) {
   int n = step.num_rows * step.top_k;
-  u32 sequence = step.state->sequence + 1;
-  if (threadIdx.x == 0) *(volatile u32*)&step.mail->begin = sequence;
-  __threadfence_system();
-  __syncthreads();
-  if (threadIdx.x == 0) {
-    Mailbox* mail = step.mail;
-    mail->layer = layer.layer, mail->num_rows = step.num_rows, mail->top_k = step.top_k;
-    mail->num_groups = num_groups, mail->num_missing = missing, mail->clock = clock;
-    step.state->sequence = sequence;
-  }
-  for (int i = threadIdx.x; i < num_groups; i += blockDim.x) {
-    for (int field = 0; field < 3; field++) step.mail_groups[field * n + i] = step.groups[field * n + i];
-    step.mail_missing[i] = g.missing[i];
-  }
+  if (threadIdx.x == 0) mail_header(layer, step, num_groups, missing, clock);
+  for (int i = threadIdx.x; i < num_groups; i += blockDim.x) mail_group(step, g, i);
   for (int i = threadIdx.x; i < n; i += blockDim.x) {
     step.mail_tokens[i] = step.token_of[i];
     step.mail_weights[i] = step.weights[i];
   }
 }
 
+// The same by one warp that has the entries in its lanes.
+DEV void write_few_mail(const Layer& layer, const Step& step, const Grouping& g, const Few& few, int missing, u32 clock, int lane) {
+  if (lane == 0) mail_header(layer, step, few.num_groups, missing, clock);
+  if (few.leads) mail_group(step, g, few.group);
+  if (few.position >= 0) step.mail_tokens[few.position] = lane / step.top_k;
+  if (lane < step.num_rows * step.top_k) step.mail_weights[lane] = step.weights[lane];
+}
+
 DEV void copy_words(uint4* to, const uint4* from, i64 count) {
   for (i64 i = threadIdx.x; i < count; i += blockDim.x) to[i] = __ldcg(from + i);
 }
 
-// All threads of the last block: the rows, then the word that says that all is there.
+// All threads of the last block: the rows, if they are not there yet, then the word that says that all is there.
 DEV void close_mail(const Layer& layer, const Step& step) {
   i64 blocks = (i64)step.num_rows * ((layer.hidden + BLOCK - 1) / BLOCK);
-  if (step.records) copy_words((uint4*)step.mail_records, (const uint4*)step.records, blocks * (RECORD / 16));
-  if (step.floats) copy_words((uint4*)step.mail_floats, (const uint4*)step.floats, blocks * (BLOCK / 4));
+  bool later = !mails_at_once(step);
+  if (later && step.records) copy_words((uint4*)step.mail_records, (const uint4*)step.records, blocks * (RECORD / 16));
+  if (later && step.floats) copy_words((uint4*)step.mail_floats, (const uint4*)step.floats, blocks * (BLOCK / 4));
   for (int i = threadIdx.x; i < step.num_rows; i += blockDim.x) step.mail_bad[i] = __ldcg(step.row_bad + i);
-  __threadfence_system();
   __syncthreads();
   if (threadIdx.x == 0) store_release_system(&step.mail->end, *(volatile u32*)&step.state->sequence);
 }
@@ -222,11 +261,20 @@ extern "C" __global__ void __launch_bounds__(512) publish(const __grid_constant_
   if (threadIdx.x == 0) bad = 0;
   __syncthreads();
   if (sees_pending && threadIdx.x == blockDim.x - 1) pending = load_acquire_system(&step.pending->sequence);
+  bool few = step.num_rows * step.top_k <= FEW;
   if (first && warp == 0) {
-    count_rows(layer, step, g, clock, lane);
-    int groups = list_groups(layer, step, g, lane);
-    place_entries(layer, step, g, clock, lane);
-    int misses = look_up(layer, step, g, groups, clock, lane);
+    int groups, misses;
+    if (few) {
+      Few routed = place_few(layer, step, g, clock, lane);
+      groups = routed.num_groups, misses = look_up(layer, step, g, groups, clock, lane);
+      __syncwarp();
+      if (misses) write_few_mail(layer, step, g, routed, misses, clock, lane);
+    } else {
+      count_rows(layer, step, g, clock, lane);
+      groups = list_groups(layer, step, g, lane);
+      place_entries(layer, step, g, clock, lane);
+      misses = look_up(layer, step, g, groups, clock, lane);
+    }
     if (lane == 0) num_groups = groups, missing = misses;
   } else {
     int helpers = first ? num_warps - 1 : num_warps, nb = (layer.hidden + BLOCK - 1) / BLOCK;
@@ -236,7 +284,7 @@ extern "C" __global__ void __launch_bounds__(512) publish(const __grid_constant_
   __syncthreads();
   if (threadIdx.x == 0) step.row_bad[row] = bad;
   if (first) {
-    if (missing) write_mail(layer, step, g, num_groups, missing, clock);
+    if (missing && !few) write_mail(layer, step, g, num_groups, missing, clock);
     if (threadIdx.x == 0) step.state->missing = missing, step.state->num_groups = num_groups;
     if (sees_pending) take_pending(step, pending);
   }

@@ -1,7 +1,8 @@
-"""Several layer-steps in one graph of the GPU, their ids in mapped memory: for measurements.
+"""Several layer-steps in one graph of the GPU, with inputs and outputs in its memory: for measurements.
 
 One launch runs all of them one behind the other, so the time of one is the launch's share and the interpreter's part
-in it is small. Ids may change between two launches; nothing here knows lanes or costs.
+in it is small. Inputs may change between two launches: they are copied to the GPU before each, as part of the time.
+Nothing here knows lanes or costs.
 """
 
 from __future__ import annotations
@@ -45,7 +46,6 @@ class StepGraph:
     ids : list of int64 (rows, top_k)
         Of each step; -1 at first: nothing is routed to.
     weights : list of float32 (rows, top_k)
-    out : list of float32 (rows, hidden)
     """
 
     def __init__(self, runner: CudaRunner, steps: Sequence[GraphStep]) -> None:
@@ -53,24 +53,26 @@ class StepGraph:
         assert all(step.rows == rows for step in steps)
         shapes: list[tuple[Any, tuple[int, int]]] = [(np.float32, (rows, hidden))]
         for step in steps:
-            routing = (rows, step.top_k)
-            shapes += [(np.int64, routing), (np.float32, routing), (np.float32, (rows, hidden))]
-        sizes = [-(-np.dtype(kind).itemsize * a * b // ALIGNMENT) * ALIGNMENT for kind, (a, b) in shapes]
-        self._graph, self._block = 0, runner.driver.allocate_mapped(sum(sizes))
-        starts = [self._block + start for start in np.cumsum([0, *sizes[:-1]]).tolist()]
-        arrays = [_array_at(start, kind, shape) for start, (kind, shape) in zip(starts, shapes, strict=True)]
-        self.hidden, self.ids, self.weights, self.out = arrays[0], arrays[1::3], arrays[2::3], arrays[3::3]
+            shapes += [(np.int64, (rows, step.top_k)), (np.float32, (rows, step.top_k))]
+        starts = np.cumsum([0, *(_aligned(np.dtype(kind).itemsize * a * b) for kind, (a, b) in shapes)]).tolist()
+        self._nbytes, self._out_nbytes = starts[-1], _aligned(4 * rows * hidden)
+        self._graph = self._device = 0
+        self._mapped = runner.driver.allocate_mapped(self._nbytes + len(steps) * self._out_nbytes)
+        arrays = [_array_at(self._mapped + at, *shape) for at, shape in zip(starts[:-1], shapes, strict=True)]
+        self.hidden, self.ids, self.weights = arrays[0], arrays[1::2], arrays[2::2]
         for ids, weights in zip(self.ids, self.weights, strict=True):
             ids[:], weights[:] = -1, 1.0 / ids.shape[1]
-        encoded = [self._encode(step, starts[0], *starts[1 + 3 * k :][:3]) for k, step in enumerate(steps)]
-        self._encoded = Encoded(np.concatenate([part.words for part in encoded]), encoded)
         with device_errors():
+            self._device = runner.driver.allocate(self._nbytes + len(steps) * self._out_nbytes)
+            encoded = [self._encode(k, *starts[1 + 2 * k :][:2]) for k in range(len(steps))]
+            self._encoded = Encoded(np.concatenate([part.words for part in encoded]), encoded)
             self._graph = runner.driver.make_graph(self._encoded)
 
-    def _encode(self, step: GraphStep, x: int, ids: int, weights: int, out: int) -> Encoded:
-        stride = 4 * self.runner.store.hidden
+    def _encode(self, k: int, ids: int, weights: int) -> Encoded:
+        step, stride, x = self.steps[k], 4 * self.runner.store.hidden, self._device
+        out = x + self._nbytes + k * self._out_nbytes
         inputs = StepInput(step.layer, step.rows, step.top_k, x, stride, "f32", out, stride, "f32")
-        return self.runner.launches.encode(inputs, ids, 8, weights)
+        return self.runner.launches.encode(inputs, x + ids, 8, x + weights)
 
     def run(self) -> float:
         """Launch it and wait, looking at the stream all the time; us of one step.
@@ -82,6 +84,7 @@ class StepGraph:
         stream, driver = self.runner.device.work_stream, self.runner.driver
         begin = time.perf_counter()
         with device_errors():
+            driver.to_device(self._device, self._mapped, self._nbytes, stream)
             if status := launch_graph(driver.table.ctypes.data, self._graph, stream):
                 raise DriverError(f"the graph of {len(self.steps)} steps was not launched: CUDA error {status}")
             while not driver.finished(stream):
@@ -90,13 +93,29 @@ class StepGraph:
         self.runner.check()
         return us
 
+    def outputs(self) -> list[np.ndarray]:
+        """The last run's output of each step, float32 (rows, hidden)."""
+        stream, driver, nbytes = self.runner.device.work_stream, self.runner.driver, len(self.steps) * self._out_nbytes
+        target = self._mapped + self._nbytes
+        with device_errors():
+            driver.to_host(target, self._device + self._nbytes, nbytes, stream)
+        self.runner.wait_for(stream)
+        shape = self.hidden.shape
+        return [_array_at(target + k * self._out_nbytes, np.float32, shape).copy() for k in range(len(self.steps))]
+
     def close(self) -> None:
         """Give graph and memory back."""
         if self._graph:
             self.runner.driver.destroy_graph(self._graph)
-        if self._block:
-            self.runner.driver.free_mapped(self._block)
-        self._graph = self._block = 0
+        if self._device:
+            self.runner.driver.free(self._device)
+        if self._mapped:
+            self.runner.driver.free_mapped(self._mapped)
+        self._graph = self._device = self._mapped = 0
+
+
+def _aligned(nbytes: int) -> int:
+    return -(-nbytes // ALIGNMENT) * ALIGNMENT
 
 
 def _array_at(address: int, kind: Any, shape: tuple[int, int]) -> np.ndarray:
