@@ -72,6 +72,7 @@ class PinnedReader:
         self._next += 3 * LAUNCHES * in_flight
         pieces = (self.address + order * self.piece_nbytes).astype(np.uint64)
         table, sink = self.driver.allocate(pieces.nbytes), self.driver.allocate(64)
+        self.driver.synchronize()  # they are zeroed on another stream
         self.driver.to_device(table, pieces.ctypes.data, pieces.nbytes, self.stream)
         rows, held = [], []
         for k in range(LAUNCHES):

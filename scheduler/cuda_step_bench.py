@@ -26,6 +26,7 @@ from trilane.store import ExpertStore
 from trilane.token_graphs import TokenGraphs
 
 SETTLING = 12  # tokens that may be needed until enough experts are wholly resident and wholly absent
+AT_ONCE = 8  # experts of such a token, at least
 MISSED = LANE_NAMES[1:]
 
 
@@ -111,26 +112,29 @@ class LayerSteps:
         """For each layer, bool (experts, shards): what is in slots, once the last step is counted."""
         first, shards = self.runner.geometry.first_shard, self.runner.geometry.num_shards
         with self.runner.threads.holding():
-            here = self.runner.state.slot_of >= 0
+            here = np.asarray(self.runner.state.slot_of >= 0)
         return [here[a:b].reshape(-1, n).copy() for a, b, n in zip(first[:-1], first[1:], shards, strict=True)]
 
     def choose(self, hits: int, misses: int) -> NDArray[np.int32] | None:
-        """Ids (layers, hits + misses) of experts that are wholly resident and wholly absent; None: too few are."""
+        """Ids (layers, hits + misses) of experts that are wholly resident and wholly absent.
+
+        None: too few are, or so few of the slots are taken that the hits would always be the same.
+        """
         rows = []
         for here in self.resident():
             whole, absent = np.flatnonzero(here.all(1)), np.flatnonzero(~here.any(1))
-            if len(whole) < hits or len(absent) < misses:
+            wanted = max(hits, self.room // 2) if hits else 0
+            if len(whole) < wanted or len(absent) < misses:
                 return None
             rows.append(np.concatenate([self.rng.choice(whole, hits, False), self.rng.choice(absent, misses, False)]))
         return np.array(rows, np.int32)
 
     def _settle(self, top_k: int) -> None:
-        """One token that makes its experts wholly resident, first those of which a part is."""
+        """One token that makes its experts wholly resident: first those of which a part is, then absent ones."""
         rows = []
         for here in self.resident():
-            order = self.rng.permutation(len(here))
-            split = here.any(1) & ~here.all(1)
-            rows.append(np.concatenate([order[split[order]], order[~split[order]]])[:top_k])
+            rank = np.where(here.all(1), 2, np.where(here.any(1), 0, 1)) + self.rng.random(len(here))
+            rows.append(np.argsort(rank)[:top_k])
         before = self.runner.options
         self.force("zero_copy")
         self.graphs(top_k).run(np.array([rows], np.int32))
@@ -138,17 +142,22 @@ class LayerSteps:
             pass
         self.runner.use_options(before)
 
+    @property
+    def room(self) -> int:
+        """Experts of a layer that its slots hold."""
+        layer = self.store.layers[0]
+        return min(layer.num_experts, self.runner.num_slots // len(self.store.layers) // layer.layout.num_shards)
+
     def prepare(self, hits: int, misses: int) -> NDArray[np.int32] | None:
         """Ids for a token; experts are moved to slots until there are enough. None: there never will be."""
-        slots, layer = self.runner.num_slots // len(self.store.layers), self.store.layers[0]
-        whole = slots // layer.layout.num_shards
-        if hits > whole or (hits < whole and misses > layer.num_experts - whole) or hits + misses > layer.num_experts:
+        experts = self.store.layers[0].num_experts
+        if hits > self.room or hits + misses > experts or (misses > experts - self.room and self.room == experts):
             return None
         for _ in range(SETTLING):
             ids = self.choose(hits, misses)
             if ids is not None:
                 return ids
-            self._settle(max(1, min(whole, hits + misses)))
+            self._settle(max(1, min(self.room, max(hits + misses, AT_ONCE))))
         return None
 
     def sample(self, hits: int, misses: int) -> StepSample | None:

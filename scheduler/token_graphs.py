@@ -56,6 +56,7 @@ class TokenGraphs:
         self._out_nbytes = 4 * self.hidden * len(self.layers)
         sizes = 4 * self.hidden, 4 * top_k, 4 * self._num_ids * ahead, self._out_nbytes * ahead
         self._blocks = [self.driver.allocate(nbytes) for nbytes in sizes]
+        self.driver.synchronize()  # they are zeroed on another stream
         self._put(self._blocks[0], np.asarray(x, np.float32))
         self._put(self._blocks[1], np.full(top_k, 1 / top_k, np.float32))
         self._encoded = [self._encode(turn) for turn in range(ahead)]

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 import typer
 
+from trilane.commands.bench_cuda import bench_lanes, run_cuda_steps
 from trilane.commands.console import open_console
 
 if TYPE_CHECKING:
@@ -19,6 +20,7 @@ if TYPE_CHECKING:
 bench_app = typer.Typer(no_args_is_help=True, help="Measure: kernels, steps, lanes.")
 
 T = TypeVar("T")
+bench_app.command("lanes")(bench_lanes)
 
 
 @bench_app.callback()
@@ -187,6 +189,14 @@ def bench_step(
     hit_gb_s: Annotated[float | None, typer.Option(help="Play a device of this speed.")] = None,
     cpu_gb_s: Annotated[float | None, typer.Option(help="Play a CPU lane of this speed.")] = None,
     repeats: Annotated[int, typer.Option(min=2, help="Steps of each kind.")] = 40,
+    device: Annotated[str, typer.Option(help="host, or cuda: an NVIDIA GPU.")] = "host",
+    layers: Annotated[int, typer.Option(min=1, help="Layers of a graph (cuda).")] = 8,
+    slots: Annotated[
+        list[float] | None, typer.Option("--slots", help="Part of all experts with slots (cuda); repeat it.")
+    ] = None,
+    profile_path: Annotated[
+        Path | None, typer.Option("--profile", help="Profile to predict with (cuda). Default: measured.", exists=True)
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")] = False,
 ) -> None:
     """Whole layer-steps by residency and misses: predicted, measured, and the limit of bytes over rates."""
@@ -210,6 +220,12 @@ def bench_step(
     if max(counts) > top_k:
         raise typer.BadParameter(f"{max(counts)} misses of {top_k} experts", param_hint="--misses")
     shape = StepShape(hidden, intermediate, experts, top_k, names[0])
+    if device == "cuda":
+        if played or link_gb_s or hit_gb_s is not None or cpu_gb_s is not None:
+            raise typer.BadParameter("rates are played on the host device only", param_hint="--device")
+        return run_cuda_steps(shape, layers, slots, counts, repeats, profile_path, as_json)
+    if device != "host":
+        raise typer.BadParameter(f"{device!r} is neither host nor cuda", param_hint="--device")
     profile = start_profile(None, Config())
     given = {"hit_gb_s": hit_gb_s, "cpu_gb_s": cpu_gb_s}
     links = [

@@ -1,0 +1,227 @@
+"""``trilane bench step --device cuda`` and ``trilane bench lanes``: steps on a GPU by misses, and lane by lane."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import nullcontext
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, TypeVar
+
+import typer
+
+from trilane.commands.console import open_console
+
+if TYPE_CHECKING:
+    from trilane.cuda_step_bench import CudaStepRow
+    from trilane.lane_bench import LaneRow
+    from trilane.random_store import StepShape
+
+NUM_LAYERS = 8
+SLOTS = (0.25, 0.5, 1.0)
+
+T = TypeVar("T")
+
+
+def gpu_name() -> str:
+    """The GPU's name; DeviceError says why there is none."""
+    from trilane.cuda_errors import device_errors
+    from trilane.gpu_kernels.driver import CudaDriver
+
+    with device_errors():
+        driver = CudaDriver()
+        try:
+            return driver.describe()
+        finally:
+            driver.close()
+
+
+def run_cuda_steps(
+    shape: StepShape, layers: int, slots: Sequence[float] | None, misses: Sequence[int], repeats: int,
+    profile: Path | None, as_json: bool,
+) -> None:  # fmt: skip
+    """Measure and print steps on a GPU."""
+    from trilane.cuda_step_bench import error_quantiles, measure_cuda_steps
+    from trilane.random_store import random_store
+
+    parts = _parts(slots or SLOTS)
+    gpu, store = gpu_name(), random_store(shape, layers)
+    found = measure_cuda_steps(store, shape, parts, misses=misses, repeats=repeats, profile=_read(profile))
+    rows = _collected(found, len(parts) * len(misses))
+    median, p90 = error_quantiles(rows)
+    if as_json:
+        errors = {"median_error": _known(median), "p90_error": _known(p90)}
+        _print_json(gpu, shape, layers, rows, errors)
+        return
+    _print_machine(gpu)
+    _print_table([*_STEP_COLUMNS], [_step_cells(row) for row in rows])
+    typer.echo(f"predicted against measured, all tokens: median error {median:.1%}, p90 {p90:.1%}")
+
+
+def _read(path: Path | None) -> Any:
+    from trilane.calibrate import this_machine
+    from trilane.profile_cache import read_profile
+
+    return None if path is None else read_profile(path, this_machine())
+
+
+def _parts(slots: Sequence[float]) -> list[float]:
+    wrong = [part for part in slots if not 0 <= part <= 1]
+    if wrong:
+        raise typer.BadParameter(f"{wrong[0]:g} is no part of all experts: use 0 to 1", param_hint="--slots")
+    return list(slots)
+
+
+def _known(value: float) -> float | None:
+    return None if value != value else value
+
+
+def _print_json(gpu: str | None, shape: StepShape, layers: int, rows: Sequence[Any], more: dict[str, Any]) -> None:
+    from trilane.probes.machine import describe_machine
+
+    machine = describe_machine().as_dict() | {"gpu": gpu}
+    head = {"machine": machine, "shape": asdict(shape) | {"num_layers": layers}}
+    typer.echo(json.dumps(head | {"rows": [row.to_dict() for row in rows]} | more, indent=1))
+
+
+def _print_machine(gpu: str | None) -> None:
+    from trilane.probes.machine import describe_machine
+
+    typer.echo(describe_machine().line + (f", {gpu}" if gpu else ""))
+
+
+def _collected(rows: Iterable[T], num_expected: int) -> list[T]:
+    """All rows, with a progress line on a terminal's stderr."""
+    console, found = open_console(stderr=True), []
+    with console.status("compiling and measuring ...") if console.is_terminal else nullcontext() as status:
+        for row in rows:
+            found.append(row)
+            if status is not None:
+                status.update(f"{len(found)} of {num_expected} rows")
+    return found
+
+
+def _print_table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
+    from rich import box
+    from rich.table import Table
+
+    console = open_console()
+    table = Table(box=box.SIMPLE if console.is_terminal else None)
+    for name in columns:
+        table.add_column(name, justify="left" if name in ("shards", "device", "memory", "lane") else "right")
+    for row in rows:
+        table.add_row(*row)
+    console.print(table)
+
+
+_STEP_COLUMNS = (
+    "slots",
+    "hits",
+    "misses",
+    "p50 us",
+    "p90 us",
+    "p99 us",
+    "predicted",
+    "limit",
+    "error",
+    "p90 error",
+    "shards",
+)
+
+
+def _us(value: float) -> str:
+    return "-" if value != value else f"{value:.1f}"
+
+
+def _percent(value: float) -> str:
+    return "-" if value != value else f"{value:.1%}"
+
+
+def _shards(lanes: dict[str, float]) -> str:
+    return ", ".join(f"{name} {count:.1f}" for name, count in lanes.items() if count) or "-"
+
+
+def _step_cells(row: CudaStepRow) -> list[str]:
+    times = (row.p50_us, row.p90_us, row.p99_us, row.predicted_us, row.limit_us)
+    return [
+        f"{row.slots:.0%}", str(row.hits), str(row.misses), *map(_us, times), _percent(row.error),
+        _percent(row.p90_error), _shards(row.lanes),
+    ]  # fmt: skip
+
+
+def bench_lanes(
+    device: Annotated[str, typer.Option(help="cuda, host, or both.")] = "both",
+    hits: Annotated[int, typer.Option(min=0, help="Resident experts of a step.")] = 4,
+    misses: Annotated[int, typer.Option(min=1, help="Missing experts of a step.")] = 4,
+    slots: Annotated[float, typer.Option(min=0, max=1, help="Part of all experts that have slots on the GPU.")] = 0.25,
+    hidden: Annotated[int, typer.Option(min=32, help="Hidden size.")] = 2048,
+    intermediate: Annotated[int, typer.Option(min=32, help="Intermediate size of an expert.")] = 768,
+    experts: Annotated[int, typer.Option(min=2, help="Experts of a layer.")] = 32,
+    layers: Annotated[int, typer.Option(min=1, help="Layers of a graph on the GPU.")] = NUM_LAYERS,
+    format_name: Annotated[str, typer.Option("--format", "-f", help="Weight format.")] = "q4_k",
+    repeats: Annotated[int, typer.Option(min=1, help="Tokens of each kind.")] = 40,
+    profile: Annotated[Path | None, typer.Option(help="Profile for the split. Default: measured.", exists=True)] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")] = False,
+) -> None:
+    """Each lane alone and all together on the same misses; on a GPU also from memory that is not pinned."""
+    from trilane.lane_bench import measure_cuda_lanes, measure_host_lanes, pinned_gains
+    from trilane.random_store import StepShape, random_store
+
+    if device not in ("cuda", "host", "both"):
+        raise typer.BadParameter(f"{device!r} is neither cuda, host nor both", param_hint="--device")
+    if hits + misses > experts // 2:
+        raise typer.BadParameter(f"{hits + misses} of {experts} experts: at most half of them", param_hint="--misses")
+    shape = StepShape(hidden, intermediate, experts, hits + misses, _format(format_name))
+    gpu = gpu_name() if device == "cuda" else _gpu_if_any(device)
+    given, rows = _read(profile), []
+    if gpu is not None:
+        store = random_store(shape, layers)
+        measured = measure_cuda_lanes(store, hits, misses, slots=slots, repeats=repeats, profile=given)
+        rows += _collected(measured, 7)
+    if device != "cuda":
+        host = measure_host_lanes(random_store(shape), shape, misses, repeats=max(2, repeats), profile=given)
+        rows += _collected(host, 4)
+    gains = pinned_gains(rows)
+    if as_json:
+        _print_json(gpu, shape, layers, rows, {"pageable_over_pinned": gains})
+        return
+    _print_machine(gpu)
+    _print_table(
+        ("device", "memory", "lane", "p50 us", "p90 us", "missed GB/s", "shards"), list(map(_lane_cells, rows))
+    )
+    for lane, ratio in gains.items():
+        typer.echo(f"{lane}: pageable takes {ratio:.2f} x pinned")
+
+
+def _gpu_if_any(device: str) -> str | None:
+    """The GPU's name where one is wanted; without one, why, on stderr."""
+    from trilane.errors import DeviceError
+
+    try:
+        return gpu_name() if device == "both" else None
+    except DeviceError as error:
+        typer.echo(f"lanes of the host device only: {error}", err=True)
+        return None
+
+
+def _format(name: str) -> str:
+    from trilane.cpu_kernels.formats import format_of
+
+    check: Callable[[str], Any] = format_of
+    try:
+        return str(check(name).name)
+    except ValueError as error:
+        raise typer.BadParameter(str(error), param_hint="--format") from None
+
+
+def _lane_cells(row: LaneRow) -> list[str]:
+    return [
+        row.device,
+        row.memory,
+        row.lane,
+        _us(row.p50_us),
+        _us(row.p90_us),
+        _us(row.missed_gb_s),
+        _shards(row.shards),
+    ]
