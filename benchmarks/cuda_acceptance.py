@@ -23,6 +23,7 @@ import numpy as np
 
 SHAPE = {"hidden": 2048, "intermediate": 768, "num_experts": 16, "top_k": 8, "format": "q4_k"}
 NUM_LAYERS = 48
+PREDICTED_SHAPE = SHAPE | {"num_experts": 32}
 COUNTS = (1, 2, 4, 8)
 TOKENS = 20
 
@@ -37,11 +38,11 @@ def open_steps(shape=SHAPE, layers=NUM_LAYERS, *, fraction=0.5, profile="made"):
     """A scheduler on the GPU and its steps; ``profile`` None: measured."""
     from benchmarks.cuda_identity import made_profile
     from trilane import Config, ExpertScheduler
-    from trilane.cuda_step_bench import LayerSteps
+    from trilane.cuda_step_bench import LayerSteps, awake
     from trilane.random_store import StepShape, random_store
 
     store = random_store(StepShape(**shape), layers)
-    config = Config(cache={"fraction": fraction, "pool": "layer"}, policy={"admit": "always"})
+    config = Config(cache={"fraction": fraction, "pool": "layer"}, policy={"admit": "always"}, cpu=awake())
     profile = made_profile(store) if profile == "made" else profile
     with ExpertScheduler(store, profile=profile, config=config, device="cuda") as scheduler:
         steps = LayerSteps(scheduler)
@@ -100,42 +101,36 @@ def lanes(steps, counts=COUNTS, tokens=TOKENS):
         us = [steps.median_us(0, n, lane, tokens) for n in counts]
         first[lane], each = line_of(counts, us)
         times = " ".join(f"{value:.1f}" for value in us)
-        row(
-            f"{lane}: GB/s of its bytes ({'/'.join(map(str, counts))} experts: {times} us)",
-            nbytes / each / 1e3,
-            unit="GB/s",
-        )
+        name = f"{lane}: GB/s of its bytes ({'/'.join(map(str, counts))} experts: {times} us)"
+        row(name, nbytes / each / 1e3, unit="GB/s")
         gb_s = most * nbytes / (us[-1] - hits) / 1e3
         if lane == "stream":
             copies = copy_gb_s(steps)
             row(f"streaming {most} experts over copies ({copies:.1f} GB/s)", gb_s / copies, 0.95, ">=", "")
         elif lane == "zero_copy" and (reads := read_gb_s(steps)):
-            row(
-                f"reading {most} in place with fill over the reading kernel ({reads:.1f} GB/s)",
-                gb_s / reads,
-                0.93,
-                ">=",
-                "",
-            )
+            name = f"reading {most} in place with fill over the reading kernel ({reads:.1f} GB/s)"
+            row(name, gb_s / reads, 0.93, ">=", "")
     row("CPU lane: fixed cost over its bytes", first["cpu"] - hits, 15.0)
     row("control overhead of a layer with misses (in place)", first["zero_copy"] - hits, 8.0)
+
+
+def empty_us(steps, top_k, tokens=TOKENS):
+    """us of a step whose ids name no expert."""
+    layers = len(steps.store.layers)
+    return float(np.median(steps.graphs(top_k).run(np.full((tokens, layers, top_k), -1)).us)) / layers
 
 
 def no_fill(steps, counts=COUNTS, tokens=TOKENS):
     """Reads in place without slots to fill."""
     most, nbytes = counts[-1], steps.expert_nbytes
     first, each = line_of(counts, us := [steps.median_us(0, n, "zero_copy", tokens) for n in counts])
+    empty = empty_us(steps, most, tokens)
+    row("a step that names no expert", empty)
     row("in place, no fill: us before the first expert", first)
     row("in place, no fill: GB/s of its bytes", nbytes / each / 1e3, unit="GB/s")
     if reads := read_gb_s(steps):
-        gb_s = most * nbytes / (us[-1] - first) / 1e3
-        row(
-            f"reading {most} in place, no fill, over the reading kernel ({reads:.1f} GB/s)",
-            gb_s / reads,
-            0.95,
-            ">=",
-            "",
-        )
+        ratio = most * nbytes / (us[-1] - empty) / 1e3 / reads
+        row(f"reading {most} in place, no fill, over the reading kernel ({reads:.1f} GB/s)", ratio, 0.95, ">=", "")
 
 
 def together(steps, tokens=TOKENS):
@@ -208,6 +203,21 @@ def _sweep(steps, top_k):
     return np.concatenate([sweep_trace(len(layers), layers[0].num_experts, top_k)] * 2)
 
 
+def predicted(shape=PREDICTED_SHAPE, layers=8, slots=(0.25, 0.5), repeats=10, profile=None):
+    """Steps of 0 to top-k misses, each against what was predicted before it ran; the profile measured first."""
+    from trilane.cuda_step_bench import error_quantiles, measure_cuda_steps
+    from trilane.random_store import StepShape, random_store
+
+    shape = StepShape(**shape)
+    misses, store = range(shape.top_k + 1), random_store(shape, layers)
+    rows = list(measure_cuda_steps(store, shape, slots, misses=misses, repeats=repeats, profile=profile))
+    for found in rows:
+        name = f"{found.misses} misses, slots for {found.slots:.0%}: {found.p50_us:.1f} us, predicted"
+        row(name, found.predicted_us)
+    for name, error, goal in zip(("median", "90th percentile"), error_quantiles(rows), (0.10, 0.20), strict=True):
+        row(f"predicted against measured: {name} of the relative error", error, goal, unit="")
+
+
 # part: (function, slots as a part of all experts, whether the lanes' rates are measured first)
 PARTS = {
     "resident": (resident, 1.0, False),
@@ -215,7 +225,17 @@ PARTS = {
     "no_fill": (no_fill, 0.0, False),
     "together": (together, 0.5, True),
     "joint": (joint, 0.5, True),
+    "predicted": (predicted, None, True),  # opens schedulers itself
 }
+START_S = 240.0  # what compiling may take, once on a machine
+
+
+def start():
+    """Compile everything, and keep it for the other parts."""
+    with open_steps(SHAPE | {"num_experts": 8, "top_k": 2}, 1) as steps:
+        steps.median_us(1, 1, tokens=1)
+        copy_gb_s(steps, 4, 1)
+        joint(steps, tokens=1)
 
 
 def run_part(name, limit_s):
@@ -228,6 +248,19 @@ def run_part(name, limit_s):
         text = late.stdout.decode() if isinstance(late.stdout, bytes) else late.stdout or ""
         problem = f"took more than {limit_s:g} s"
     return [json.loads(line) for line in text.splitlines() if line.startswith("{")], problem
+
+
+def run_here(name):
+    """A part in this process."""
+    if name == "start":
+        start()
+        return
+    part, fraction, measured = PARTS[name]
+    if fraction is None:
+        part()
+        return
+    with open_steps(fraction=fraction, profile=None if measured else "made") as steps:
+        part(steps)
 
 
 def verdict(found):
@@ -246,19 +279,16 @@ def table_line(found):
 def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS))
-    parser.add_argument("--limit", type=float, default=60.0, help="s for each part")
-    parser.add_argument("--only", choices=PARTS, help=argparse.SUPPRESS)
+    parser.add_argument("--limit", type=float, default=90.0, help="s for each part")
+    parser.add_argument("--only", choices=["start", *PARTS], help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.only:
-        part, fraction, measured = PARTS[args.only]
-        with open_steps(fraction=fraction, profile=None if measured else "made") as steps:
-            part(steps)
-        return 0
+        return run_here(args.only)
     rows, problems = [], {}
-    for name in args.parts:
+    for name in ("start", *args.parts):
         begin = time.perf_counter()
-        found, problem = run_part(name, args.limit)
-        rows += found
+        found, problem = run_part(name, START_S if name == "start" else args.limit)
+        rows += found if name != "start" else []
         if problem:
             problems[name] = problem
         print(

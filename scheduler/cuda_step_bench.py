@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 
 from trilane.config import Config
 from trilane.cost import STEP_US, Loads, step_us
+from trilane.cpu_kernels.cpus import read_cpu_budget, suggest_num_threads, suggest_spin_us
 from trilane.engine import ExpertScheduler
 from trilane.expert import LANE_NAMES
 from trilane.plan import make_options
@@ -26,8 +27,19 @@ from trilane.store import ExpertStore
 from trilane.token_graphs import TokenGraphs
 
 SETTLING = 12  # tokens that may be needed until enough experts are wholly resident and wholly absent
+PAUSE_US = 20e3  # more than choosing a token's experts takes
 AT_ONCE = 8  # experts of such a token, at least
 MISSED = LANE_NAMES[1:]
+
+
+def awake() -> dict[str, float]:
+    """Options of section cpu by which workers spin through the pauses between two tokens that measuring makes.
+
+    An engine's tokens follow each other at once. Nothing where processors are too few to spin at all.
+    """
+    budget = read_cpu_budget()
+    threads, _ = suggest_num_threads(budget)
+    return {"spin_us": PAUSE_US} if suggest_spin_us(budget, threads) else {}
 
 
 class StepSample(NamedTuple):
@@ -222,7 +234,7 @@ def measure_cuda_steps(
         None: the GPU's lanes are measured once.
     """
     for part in slots:
-        config = Config(cache={"fraction": part, "pool": "layer"})
+        config = Config(cache={"fraction": part, "pool": "layer"}, cpu=awake())
         with ExpertScheduler(store, profile=profile, config=config, device="cuda") as scheduler:
             profile, steps = scheduler.profile, LayerSteps(scheduler)
             try:

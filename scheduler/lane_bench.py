@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from trilane.config import Config
-from trilane.cuda_step_bench import LayerSteps, StepSample
+from trilane.cuda_step_bench import LayerSteps, StepSample, awake
 from trilane.engine import ExpertScheduler
 from trilane.expert import LANE_NAMES
 from trilane.profile import MachineProfile
@@ -77,7 +77,7 @@ def measure_cuda_lanes(
         For the split; None: measured once, pinned.
     """
     for memory, limit in (("pinned", None), ("pageable", 0)):
-        config = Config(cache={"fraction": slots, "pool": "layer"}, host={"pin_limit": limit})
+        config = Config(cache={"fraction": slots, "pool": "layer"}, host={"pin_limit": limit}, cpu=awake())
         with ExpertScheduler(store, profile=profile, config=config, device="cuda") as scheduler:
             profile, steps = scheduler.profile, LayerSteps(scheduler)
             lanes = [lane for lane in LANES if memory == "pinned" or lane != "zero_copy"]

@@ -7,9 +7,11 @@ import sys
 from pathlib import Path
 
 import pytest
+from expert_cases import profile_for
 from played_driver import PlayedDriver
 
 import trilane.cuda_runner
+from trilane.random_store import StepShape, random_store
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
@@ -44,8 +46,19 @@ def test_lanes_and_overlap_print_their_lines(rows):
     assert [line.split(":")[0] for line in found][:2] == ["all hits", "zero_copy"]
     assert any(line.startswith("streaming 2 experts over copies") for line in found)
     assert "control overhead of a layer with misses (in place)" in found
+    found = rows(cuda_acceptance.no_fill, 0.0, counts=(1, 2))
+    assert {"a step that names no expert", "in place, no fill: us before the first expert"} <= set(found)
     beyond = rows(cuda_acceptance.together, 0.5)
     assert len(beyond) == 4 and all(line.startswith("1 hits and 1 misses") for line in beyond)
+
+
+def test_predictions_are_judged(monkeypatch, capsys):
+    monkeypatch.setattr(trilane.cuda_runner, "CudaDriver", PlayedDriver)
+    profile = profile_for(random_store(StepShape(256, 256, 2, 1, "q8_0")))
+    cuda_acceptance.predicted(SHAPE | {"top_k": 1}, 1, (0.5,), repeats=1, profile=profile)
+    found = list(map(json.loads, capsys.readouterr().out.splitlines()))
+    assert [row["goal"] for row in found] == [None, None, 0.10, 0.20]
+    assert 0 <= found[2]["figure"] <= found[3]["figure"]
 
 
 def test_rows_are_judged_by_their_goal():
