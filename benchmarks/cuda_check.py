@@ -147,7 +147,7 @@ def scaling():
             if lane == "hits":
                 us = hit_us(scheduler._runner, 0, counts)
             else:
-                us = lane_us(scheduler._runner, 0, counts, lane, fills=lane == "stream")
+                us = lane_us(scheduler._runner, [0, 1], counts, lane, fills=lane == "stream")
             line, times = fit(counts, nbytes, us), " ".join(f"{x:.1f}" for x in us)
             rows.append(f"{lane} {times} us: {line.fix_us:.1f} + {line.gb_s:.0f} GB/s")
         print(scheduler.profile.to_json())

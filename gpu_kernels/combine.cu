@@ -25,6 +25,7 @@ DEV void wait_for_parts(const Step& step) {
 extern "C" __global__ void __launch_bounds__(256) combine(const __grid_constant__ Layer layer, const __grid_constant__ Step step) {
   let_next_start();  // which waits until this has ended
   wait_for_earlier();
+  if (threadIdx.x + blockIdx.x + blockIdx.y == 0) step.state->published = 0;
   if (combines_at_once(step)) return;
   __shared__ CombineShared shared;
   combine_columns<false>(layer, step, blockIdx.y, blockIdx.x * DOWN_CHUNK, layer.hidden, shared, [&] {

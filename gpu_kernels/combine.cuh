@@ -14,9 +14,12 @@ DEV i64 id_of(const Step& step, int entry) {
   return step.id_nbytes == 8 ? ((const i64*)step.ids)[entry] : (i64)((const int*)step.ids)[entry];
 }
 
+DEV float4 add4(const float4& a, const float4& b) { return make_float4(a.x + b.x, a.y + b.y, a.z + b.z, a.w + b.w); }
+
+// Four columns of a position's output; a shard that is not there counts as it does elsewhere, not at all.
 template <bool ALL_HERE>  // every part is in `parts`
-DEV float sum_shards(const Layer& layer, const Step& step, int position, int column) {
-  float acc[8] = {0, 0, 0, 0, 0, 0, 0, 0};
+DEV float4 sum_shards(const Layer& layer, const Step& step, int position, int column) {
+  float4 zero = make_float4(0, 0, 0, 0), acc[8] = {zero, zero, zero, zero, zero, zero, zero, zero};
   int first = position * layer.num_shards;
   for (int shard = 0; shard < layer.num_shards; shard += 8) {
 #pragma unroll
@@ -24,10 +27,10 @@ DEV float sum_shards(const Layer& layer, const Step& step, int position, int col
       if (shard + i >= layer.num_shards) continue;
       int part = first + shard + i;
       const float* parts = ALL_HERE || __ldcg(step.lane + part) ? step.parts : step.cpu_parts;
-      acc[i] += __ldcg(parts + (i64)part * layer.hidden + column);
+      acc[i] = add4(acc[i], __ldcg((const float4*)(parts + (i64)part * layer.hidden + column)));
     }
   }
-  return ((acc[0] + acc[4]) + (acc[2] + acc[6])) + ((acc[1] + acc[5]) + (acc[3] + acc[7]));
+  return add4(add4(add4(acc[0], acc[4]), add4(acc[2], acc[6])), add4(add4(acc[1], acc[5]), add4(acc[3], acc[7])));
 }
 
 // What a block knows of a token before its parts are there: positions, weights, experts of COMBINE_RANKS entries.
@@ -38,7 +41,7 @@ struct Ranks {
 };
 
 struct CombineShared {
-  float outs[COMBINE_RANKS][DOWN_CHUNK];
+  alignas(16) float outs[COMBINE_RANKS][DOWN_CHUNK];
   Ranks ranks;
 };
 
@@ -60,15 +63,18 @@ DEV float add_ranks(const Ranks& ranks, const float (*outs)[DOWN_CHUNK], int at,
   return y;
 }
 
+// A warp a rank, four columns a lane: all loads of a thread are under way at once.
 template <bool ALL_HERE>
-DEV void sum_experts(const Layer& layer, const Step& step, const Ranks& ranks, float (*outs)[DOWN_CHUNK], int column, int end) {
-  int at = threadIdx.x % DOWN_CHUNK, parts = blockDim.x / DOWN_CHUNK;
-#pragma unroll 4
-  for (int rank = threadIdx.x / DOWN_CHUNK; rank < COMBINE_RANKS; rank += parts) {
+DEV void sum_experts(const Layer& layer, const Step& step, const Ranks& ranks, float (*outs)[DOWN_CHUNK], int start, int end) {
+  static_assert(DOWN_CHUNK == 4 * 32, "a warp has a rank's columns");
+  int at = 4 * (threadIdx.x % 32), column = start + at;
+  if (column >= end) return;
+  for (int rank = threadIdx.x / 32; rank < COMBINE_RANKS; rank += blockDim.x / 32) {
     int position = ranks.position[rank];
-    if (position < 0 || column >= end) continue;
-    float out = sum_shards<ALL_HERE>(layer, step, position, column);
-    outs[rank][at] = layer.down_bias ? out + layer.down_bias[(i64)ranks.expert[rank] * layer.hidden + column] : out;
+    if (position < 0) continue;
+    float4 out = sum_shards<ALL_HERE>(layer, step, position, column);
+    if (layer.down_bias) out = add4(out, *(const float4*)(layer.down_bias + (i64)ranks.expert[rank] * layer.hidden + column));
+    *(float4*)&outs[rank][at] = out;
   }
 }
 
@@ -85,7 +91,7 @@ DEV void combine_columns(const Layer& layer, const Step& step, int token, int st
     if (first == 0) wait();
     __syncthreads();
     if (first == 0) failed = !ALL_HERE && *(const volatile u32*)&step.state->failed == step.state->clock;
-    sum_experts<ALL_HERE>(layer, step, shared.ranks, shared.outs, column, end);
+    sum_experts<ALL_HERE>(layer, step, shared.ranks, shared.outs, start, end);
     __syncthreads();
     y = add_ranks(shared.ranks, shared.outs, at, bad || failed, y);
     __syncthreads();

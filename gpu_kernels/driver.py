@@ -20,7 +20,7 @@ PORTABLE, MAPPED = 1, 2  # of pinned memory
 NON_BLOCKING = 1  # of streams: never waits for the legacy stream
 NOT_READY = 600
 COMPUTE_MAJOR, COMPUTE_MINOR = 75, 76  # device attributes
-MAX_DYNAMIC_SHARED = 8  # function attribute
+MAX_DYNAMIC_SHARED, SHARED_CARVEOUT = 8, 9  # function attributes
 CAPTURE_RELAXED = 2
 DEFAULT_SHARED_NBYTES = 48 << 10
 EARLY_START_ARCHITECTURE = 90  # from which a kernel can start before the one before it has ended
@@ -265,7 +265,9 @@ class CudaDriver:
 
         module = self._out("cuModuleLoadData", ctypes.c_char_p(cubin(variant, self.architecture)))
         for name in KERNELS:
-            self._functions[module, name] = self._out("cuModuleGetFunction", module, ctypes.c_char_p(name.encode()))
+            function = self._out("cuModuleGetFunction", module, ctypes.c_char_p(name.encode()))
+            self._do("cuFuncSetAttribute", function, ctypes.c_int(SHARED_CARVEOUT), ctypes.c_int(100))  # one for all
+            self._functions[module, name] = function
         self._modules.append(module)
         return module
 

@@ -64,9 +64,8 @@ DEV void send_for(const Item& item, const Stage& sent) {
 }
 
 DEV void run_whole(const Layer& layer, const Step& step, const Progress& progress, const Work& work, int index,
-                   const ShardPlace& place, const Stage& stage) {
+                   const ShardPlace& place, const Stage& stage, const FirstX& ahead) {
   if (stage.has_up) {
-    FirstX ahead = load_first(layer, step, work.item.first_position);
     copies_done<1>();
     multiply_tile(layer, step, work, place, stage.up, 0, UP_CHUNK, ahead);
     up_done(progress, work, index);
@@ -100,9 +99,10 @@ DEV void run_combine(const Layer& layer, const Step& step, const Progress& progr
       });
 }
 
-template <bool PLAN>  // `sent_for`: the shard's bytes are on their way to shared memory
+// `sent_for`: the shard's bytes are on their way to shared memory; `ahead` is of the first row.
+template <bool PLAN>
 DEV void run_item(const Layer& layer, const Step& step, const Progress& progress, const Work& work, int index, int count,
-                  u8* shared, const Tiles& tiles, bool sent_for) {
+                  u8* shared, const Tiles& tiles, bool sent_for, const FirstX& ahead) {
   const ShardPlace& place = layer.place[work.item.shard == layer.num_shards - 1];
   if (PLAN && work.task == 0) mark_lane(layer, step, work);
   if (PLAN && !bytes_are_there(step, work)) {
@@ -112,7 +112,7 @@ DEV void run_item(const Layer& layer, const Step& step, const Progress& progress
   if (tiles.whole) {
     Stage stage = stage_of(layer, work, place, shared);
     if (!sent_for) send_for(work.item, stage);
-    run_whole(layer, step, progress, work, index, place, stage);
+    run_whole(layer, step, progress, work, index, place, stage, ahead);
   } else {
     run_by_tiles(layer, step, progress, work, index, place, shared, tiles);
   }
@@ -180,6 +180,19 @@ DEV void send_early(const Layer& layer, const Step& step, int index, const Work&
   send_for(item, stage_of(layer, work, layer.place[guess.shard == layer.num_shards - 1], shared));
 }
 
+// Until publish has done its work; that it has ended comes a little later.
+DEV void wait_for_publish(const Step& step) {
+  if (!STARTS_EARLY) return;
+  if (threadIdx.x == 0)
+    while (load_acquire_gpu(&step.state->published) == 0) rest();
+  __syncthreads();
+}
+
+// Whoever comes after a kernel waits for it alone, so it must not end before the one before it.
+DEV void end_after_earlier() {
+  if (blockIdx.x == 0) wait_for_earlier();
+}
+
 constexpr int BLOCKS = UpFormat::INT8 && DownFormat::INT8 ? 3 : 2;  // on a multiprocessor, at least
 
 extern "C" __global__ void __launch_bounds__(256, BLOCKS)
@@ -192,26 +205,25 @@ extern "C" __global__ void __launch_bounds__(256, BLOCKS)
   if (threadIdx.x == 0) work.task = blockIdx.x % CHUNKS, guess.weights = nullptr;
   __syncthreads();
   if (guesses(step, tiles)) send_early(layer, step, index, work, shared, guess);
-  wait_for_earlier();
+  wait_for_publish(step);
   let_next_start();
+  FirstX ahead;
+  if (step.num_rows == 1) ahead = load_first(layer, step, 0);
   int count = read_item(step, step.hits, index, work);
   bool right = index < count && guess.weights == work.item.weights && guess.shard == work.item.shard;
   if (guess.weights && !right) {
     copies_done<0>();
     __syncthreads();
   }
+  if (index < count && step.num_rows > 1) ahead = load_first(layer, step, step.token_of[work.item.first_position]);
   if (index < count)
-    run_item<false>(layer, step, progress, work, index, count, shared, tiles, right);
+    run_item<false>(layer, step, progress, work, index, count, shared, tiles, right, ahead);
   else if (index == 0 && combines_at_once(step))
     run_combine(layer, step, progress, work.task, 0, work.clock);
+  end_after_earlier();
 }
 
-// A plan runs beside the hits: publish had ended before the hits let it start. Whoever comes after it waits for it
-// alone, so it must not end before they do.
-DEV void end_with_hits() {
-  if (blockIdx.x == 0) wait_for_earlier();
-}
-
+// A plan runs beside the hits, which let it start when publish had done its work.
 extern "C" __global__ void __launch_bounds__(256, BLOCKS)
     experts_plan(const __grid_constant__ Layer layer, const __grid_constant__ Step step,
                  const __grid_constant__ Progress progress, const __grid_constant__ Tiles tiles, const WorkList* list,
@@ -219,15 +231,17 @@ extern "C" __global__ void __launch_bounds__(256, BLOCKS)
   let_next_start();
   DYNAMIC_SHARED(shared);
   __shared__ Work work;
-  if (*(const volatile u32*)&step.state->missing == 0) return end_with_hits();
+  if (*(const volatile u32*)&step.state->missing == 0) return end_after_earlier();
   if (blockIdx.x == 0) {
     tend_plan(step, progress, list, updates, max_items, wait);
-    return end_with_hits();
+    return end_after_earlier();
   }
   int index = (blockIdx.x - 1) / CHUNKS;
   if (threadIdx.x == 0) work.task = (blockIdx.x - 1) % CHUNKS;
   if (threadIdx.x < 32) wait_for_blocks(progress.relayed, 1, 1, step.state->clock);
   __syncthreads();
   int count = read_item(step, step.plan, index, work);
-  if (index < count) run_item<true>(layer, step, progress, work, index, count, shared, tiles, false);
+  if (index >= count) return;
+  FirstX ahead = load_first(layer, step, step.num_rows == 1 ? 0 : step.token_of[work.item.first_position]);
+  run_item<true>(layer, step, progress, work, index, count, shared, tiles, false, ahead);
 }

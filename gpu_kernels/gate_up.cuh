@@ -19,8 +19,8 @@ template <class F> DEV typename F::X load_first_x(const void* x, int columns, in
   return F::load_x(x, g < nb ? g : 0, lane & 3, columns);
 }
 
-DEV FirstX load_first(const Layer& layer, const Step& step, int position) {
-  int token = step.token_of[position], nb = (layer.hidden + BLOCK - 1) / BLOCK, lane = threadIdx.x % 32;
+DEV FirstX load_first(const Layer& layer, const Step& step, int token) {
+  int nb = (layer.hidden + BLOCK - 1) / BLOCK, lane = threadIdx.x % 32;
   FirstX x;
   x.up = load_first_x<UpFormat>(records_of<UpFormat>(step, token, nb), layer.hidden, lane);
   if constexpr (HAS_GATE && !ONE_FORMAT)
@@ -39,12 +39,10 @@ DEV void dot_rows(const RowAt* rows, const typename F::X& first_x, const void* x
     bool live = first + g < nb;
     int block = live ? first + g : 0;
     typename F::X at = first == 0 ? first_x : F::load_x(x, block, t, columns);
-    typename F::Piece pieces[N];
-#pragma unroll
-    for (int j = 0; j < N; j++) pieces[j] = F::load(rows[j].main, rows[j].side, block, t, columns);
 #pragma unroll
     for (int j = 0; j < N; j++) {
-      float v = F::value(pieces[j], at, t);
+      typename F::Piece piece = F::load(rows[j].main, rows[j].side, block, t, columns);
+      float v = F::value(piece, at, t);
       if (live) acc[j] += v;
     }
   }
@@ -103,7 +101,7 @@ DEV void multiply_up(const Layer& layer, const Step& step, const Work& work, con
     int position = work.item.first_position + row, token = step.token_of[position];
     const void *gate_x = records_of<GateFormat>(step, token, nb), *up_x = records_of<UpFormat>(step, token, nb);
     float* h = step.h + ((i64)position * layer.num_shards + work.item.shard) * BLOCK;
-    FirstX x = row == 0 ? ahead : load_first(layer, step, position);
+    FirstX x = row == 0 ? ahead : load_first(layer, step, token);
     int i = warp;
     if (PAIRS)
       for (; i + WARPS < count; i += 2 * WARPS)
@@ -162,7 +160,7 @@ DEV void multiply_up_by_tiles(const Layer& layer, const Step& step, const Work& 
                               int tile) {
   int first = work.task * UP_CHUNK;
   UpSpans spans = up_spans(layer, place, shared, first, tile);
-  FirstX ahead = load_first(layer, step, work.item.first_position);
+  FirstX ahead = load_first(layer, step, step.token_of[work.item.first_position]);
   stage_sides(work.item, spans);
   for (int i = 0; i < UP_CHUNK; i += tile) {
     span_tile(layer, place, spans, first + i, tile);

@@ -227,7 +227,6 @@ DEV void close_mail(const Layer& layer, const Step& step) {
 
 // A pending list that the stream has not seen: applied after this step's look-ups, then acknowledged.
 DEV void take_pending(const Step& step, u32 pending) {
-  if (pending == step.state->applied) return;
   apply_updates(step.table, step.pending);
   __threadfence();
   __syncthreads();
@@ -253,7 +252,7 @@ extern "C" __global__ void __launch_bounds__(512) publish(const __grid_constant_
   let_next_start();
   DYNAMIC_SHARED(shared);
   __shared__ int num_groups, missing, bad;
-  __shared__ u32 pending, arrived;
+  __shared__ u32 pending, applied, arrived;
   Grouping g = shared_grouping(shared, layer.num_experts);
   int row = blockIdx.x, warp = threadIdx.x / 32, lane = threadIdx.x % 32, num_warps = blockDim.x / 32;
   u32 clock = step.state->clock + 1;
@@ -261,6 +260,7 @@ extern "C" __global__ void __launch_bounds__(512) publish(const __grid_constant_
   if (threadIdx.x == 0) bad = 0;
   __syncthreads();
   if (sees_pending && threadIdx.x == blockDim.x - 1) pending = load_acquire_system(&step.pending->sequence);
+  if (sees_pending && threadIdx.x == blockDim.x - 33) applied = step.state->applied;
   bool few = step.num_rows * step.top_k <= FEW;
   if (first && warp == 0) {
     int groups, misses;
@@ -286,9 +286,12 @@ extern "C" __global__ void __launch_bounds__(512) publish(const __grid_constant_
   if (first) {
     if (missing && !few) write_mail(layer, step, g, num_groups, missing, clock);
     if (threadIdx.x == 0) step.state->missing = missing, step.state->num_groups = num_groups;
-    if (sees_pending) take_pending(step, pending);
+    if (sees_pending && pending != applied) take_pending(step, pending);
   }
   if (gridDim.x > 1 && !arrives_last(step, arrived)) return;
   if (gridDim.x == 1 ? missing : *(volatile int*)&step.state->missing) close_mail(layer, step);
-  if (threadIdx.x == 0) step.state->clock = clock;
+  __syncthreads();
+  if (threadIdx.x != 0) return;
+  step.state->clock = clock;
+  store_release_gpu(&step.state->published, 1);  // whoever started early goes on now
 }

@@ -48,16 +48,21 @@ def answer_mail(run, rates):
     num_experts = num_groups_of(wire)
     plan_layer(run.state, run.geometry, rates, run.options, layer, g.experts, g.rows, num_experts, clock, run.work)
     plan_ns = mono_ns() - begin
+    wire.control[Control.PLANNED_NS] = plan_ns
     marks = Marks(run.work.lane, run.work.slot, run.work.victim, run.work.run)
     lay_out_plan(wire, run.tables, run.ws, g, marks, run.geometry.first_shard[layer], layer, num_experts)
     sequence = wire.control[Control.SEQUENCE]
     ticket = _post_team(wire, run.tables, run.ws, g, layer, num_experts)
+    wire.control[Control.POSTED_NS] = mono_ns() - begin
     wire.control[Control.COPIES] = wire.counts[NUM_COPIES]
     release_list(wire.places[Place.PLAN_LIST], wire.counts[NUM_ITEMS], sequence)
     release_list(wire.places[Place.UPDATES], wire.counts[NUM_UPDATES], sequence)
+    wire.control[Control.RELEASED_NS] = mono_ns() - begin
     _issue_copies(wire, sequence)
+    wire.control[Control.COPIED_NS] = mono_ns() - begin
     if _await_team(wire, ticket):
         store32_at(wire.places[Place.CPU_FLAG], np.int32(sequence))
+    wire.control[Control.ANSWERED_NS] = mono_ns() - begin
     wire.control[Control.ANSWERED] = sequence
     write_plan(run.journal, run.geometry, layer, clock, g.experts, g.rows, num_experts, run.work)
     run.lane_us[:] = 0.0

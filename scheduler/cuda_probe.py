@@ -52,7 +52,7 @@ def calibrate_cuda(runner: CudaRunner) -> MachineProfile:
         for layer, described in enumerate(runner.store.layers):
             new = set(layer_formats(described)) - seen
             if new:
-                profile = _measure_layer(runner, copies, layer, new, profile)
+                profile = _measure_layers(runner, copies, layers_like(runner, layer), new, profile)
                 seen |= new
     finally:
         copies.close()
@@ -118,27 +118,35 @@ def planned_with(runner: CudaRunner, options: Options) -> Iterator[None]:
 
 
 class StepProbe:
-    """Steps of one layer, all alike but for their experts."""
+    """Steps of layers of one kind in turn, all alike but for their experts.
 
-    def __init__(self, runner: CudaRunner, layer: int, num_experts: int, rows: int = 1) -> None:
-        self.runner, self.num_experts, self._next = runner, num_experts, 0
-        self.step = GraphStep(layer, rows, num_experts)
+    Parameters
+    ----------
+    layers : sequence of int
+        Of as many experts each, in the same formats.
+    """
+
+    def __init__(self, runner: CudaRunner, layers: Sequence[int], num_experts: int, rows: int = 1) -> None:
+        self.runner, self.layers, self.num_experts, self._next = runner, list(layers), num_experts, 0
+        self.rows = rows
         self.graph = self._make_graph(1)
-        self.route(runner.store.layers[layer].num_experts)
+        self.route(runner.store.layers[layers[0]].num_experts)
         if self.graph.run() < SLOW_US:
             self.graph.close()
             self.graph = self._make_graph(STEPS)
 
     def _make_graph(self, steps: int) -> StepGraph:
-        graph = StepGraph(self.runner, [self.step] * steps)
+        layers = [self.layers[k % len(self.layers)] for k in range(steps)]
+        graph = StepGraph(self.runner, [GraphStep(layer, self.rows, self.num_experts) for layer in layers])
         graph.hidden[:] = np.linspace(-1, 1, self.runner.store.hidden)
         return graph
 
     def route(self, experts: int) -> None:
-        """Route the steps to the next of the first ``experts`` experts of the layer, round and round."""
-        for ids in self.graph.ids:
+        """Route the steps to the next of the first ``experts`` experts of their layers, round and round."""
+        for k, ids in enumerate(self.graph.ids):
             ids[:] = (self._next + np.arange(self.num_experts)) % experts
-            self._next += self.num_experts
+            if (k + 1) % len(self.layers) == 0 or k + 1 == len(self.graph.ids):
+                self._next += self.num_experts
 
     def us(self, experts: int) -> float:
         """Median us of a step; long ones are measured once."""
@@ -153,14 +161,16 @@ class StepProbe:
         self.graph.close()
 
 
-def lane_us(runner: CudaRunner, layer: int, counts: Sequence[int], lane: str, fills: bool = False) -> list[float]:
+def lane_us(
+    runner: CudaRunner, layers: Sequence[int], counts: Sequence[int], lane: str, fills: bool = False
+) -> list[float]:
     """us of steps with so many missing experts, all on one lane; streamed ones replace each other in the slots."""
     found = []
     for count in counts:
         runner.reset()
         options = make_options(force=lane, fills=fills)
-        with planned_with(runner, options), contextlib.closing(StepProbe(runner, layer, count)) as probe:
-            found.append(probe.us(runner.store.layers[layer].num_experts))
+        with planned_with(runner, options), contextlib.closing(StepProbe(runner, layers, count)) as probe:
+            found.append(probe.us(runner.store.layers[layers[0]].num_experts))
     return found
 
 
@@ -172,7 +182,7 @@ def hit_us(runner: CudaRunner, layer: int, counts: Sequence[int]) -> list[float]
         if count > resident:
             break
         options = make_options(force="zero_copy")
-        with planned_with(runner, options), contextlib.closing(StepProbe(runner, layer, count)) as probe:
+        with planned_with(runner, options), contextlib.closing(StepProbe(runner, [layer], count)) as probe:
             for _ in range(2 + resident // (len(probe.graph.steps) * count)):  # what was read in place stays
                 probe.route(resident)
                 probe.graph.run()
@@ -188,22 +198,34 @@ def resident_experts(runner: CudaRunner, layer: int) -> int:
     return min(described.num_experts, slots // described.layout.num_shards)
 
 
-# ------------------------------------------------------------------------------------------------- a layer
-def _measure_layer(
-    runner: CudaRunner, copies: CopyProbe, layer: int, formats: set[str], profile: MachineProfile
+def layers_like(runner: CudaRunner, layer: int) -> list[int]:
+    """The layers of a layer's kind, itself first: as many experts of as many bytes in the same formats."""
+    store = runner.store
+
+    def kind(index: int) -> tuple[Any, ...]:
+        found = store.layers[index]
+        return found.num_experts, found.layout.expert_nbytes, sorted(layer_formats(found))
+
+    return [index for index in range(layer, len(store.layers)) if kind(index) == kind(layer)]
+
+
+# ----------------------------------------------------------------------------------------- layers of a kind
+def _measure_layers(
+    runner: CudaRunner, copies: CopyProbe, layers: Sequence[int], formats: set[str], profile: MachineProfile
 ) -> MachineProfile:
+    layer = layers[0]
     described = runner.store.layers[layer]
     nbytes = int(described.layout.shard_nbytes.sum())
     most = max(1, min(MAX_EXPERTS, described.num_experts))
     counts = sorted({1, max(1, most // 4), max(1, most // 2), most})
-    lines = {lane: fit(counts, nbytes, lane_us(runner, layer, counts, lane)) for lane in ("zero_copy", "cpu")}
+    lines = {lane: fit(counts, nbytes, lane_us(runner, layers, counts, lane)) for lane in ("zero_copy", "cpu")}
     if 0 < resident_experts(runner, layer) < described.num_experts - most:
         streamed = [n for n in counts if n <= resident_experts(runner, layer)]
-        lines["stream"] = fit(streamed, nbytes, lane_us(runner, layer, streamed, "stream", fills=True))
+        lines["stream"] = fit(streamed, nbytes, lane_us(runner, [layer], streamed, "stream", fills=True))
     resident = hit_us(runner, layer, counts)
     hits = fit(counts[: len(resident)], nbytes, resident) if resident else lines["zero_copy"]
     threads = (float(runner.num_threads),)
-    rows_gb_s = max(_rows_gb_s(runner, layer, nbytes), lines["cpu"].gb_s)
+    rows_gb_s = max(_rows_gb_s(runner, layers, nbytes), lines["cpu"].gb_s)
     profile = replace(
         profile,
         cpu_experts=dict(profile.cpu_experts) | dict.fromkeys(formats, Curve(threads, (lines["cpu"].gb_s,))),
@@ -214,7 +236,7 @@ def _measure_layer(
         return profile
     return replace(
         profile, zero_copy=Curve((1.0,), (lines["zero_copy"].gb_s,)), **fixed_costs(hits, lines),
-        **_beside(runner, copies, layer, most, nbytes),
+        **_beside(runner, copies, layers, most, nbytes),
     )  # fmt: skip
 
 
@@ -233,19 +255,19 @@ def fixed_costs(hits: Line, lines: dict[str, Line]) -> dict[str, float]:
     }  # fmt: skip
 
 
-def _rows_gb_s(runner: CudaRunner, layer: int, nbytes: int) -> float:
+def _rows_gb_s(runner: CudaRunner, layers: Sequence[int], nbytes: int) -> float:
     """Bytes x rows of the CPU lane where arithmetic is its limit: one expert for many rows, less one for one row."""
     rows = min(BATCH_ROWS, runner.max_rows(1))
     us = []
     runner.reset()
     with planned_with(runner, make_options(force="cpu")):
         for count in (1, rows):
-            with contextlib.closing(StepProbe(runner, layer, 1, count)) as probe:
-                us.append(probe.us(runner.store.layers[layer].num_experts))
+            with contextlib.closing(StepProbe(runner, layers, 1, count)) as probe:
+                us.append(probe.us(runner.store.layers[layers[0]].num_experts))
     return nbytes * 1e-3 * (rows - 1) / max(1e-3, us[1] - us[0])
 
 
-def _beside(runner: CudaRunner, copies: CopyProbe, layer: int, most: int, nbytes: int) -> dict[str, Any]:
+def _beside(runner: CudaRunner, copies: CopyProbe, layers: Sequence[int], most: int, nbytes: int) -> dict[str, Any]:
     """The CPU lane beside copies: what they read of host memory together, and what the link loses."""
     if not copies.most:
         return {}
@@ -253,11 +275,11 @@ def _beside(runner: CudaRunner, copies: CopyProbe, layer: int, most: int, nbytes
     count = max(1, int(1e9 * BESIDE_S * alone / copies.most))
     steps, options = 0, make_options(force="cpu")
     runner.reset()
-    with planned_with(runner, options), contextlib.closing(StepProbe(runner, layer, most)) as probe:
+    with planned_with(runner, options), contextlib.closing(StepProbe(runner, layers, most)) as probe:
         begin = time.perf_counter()
         copies.put(copies.most, count)
         while not runner.driver.finished(copies.stream):
-            probe.route(runner.store.layers[layer].num_experts)
+            probe.route(runner.store.layers[layers[0]].num_experts)
             probe.graph.run()
             steps += len(probe.graph.steps)
         seconds = time.perf_counter() - begin
