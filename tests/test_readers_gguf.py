@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import math
+import mmap
 import os
 import struct
 import time
@@ -203,6 +204,31 @@ def test_a_range_can_be_fetched_and_released(tmp_path):
     file.prefetch(5000, 9000)
     assert file.view(5000, 8).tolist() == file.read(5000, 8).tolist() == [(5000 + k) % 256 for k in range(8)]
     assert file[16000:99999] == (bytes(range(256)) * 64)[16000:]
+
+
+def test_pages_are_asked_for_through_one_mapping_that_nothing_reads(tmp_path, monkeypatch):
+    """Mappings that come and go stop all threads that fill a store; and a file that was cut short meanwhile is no fault."""
+    path = tmp_path / "model.gguf"
+    path.write_bytes(bytes(5 * mmap.PAGESIZE))
+    file, made, make = ModelFile(path), [], mmap.mmap
+    monkeypatch.setattr("mmap.mmap", lambda *args, **options: made.append(args) or make(*args, **options))
+    assert all([file._is_cached(k) for k in (0, 1, mmap.PAGESIZE - 1, mmap.PAGESIZE, 5 * mmap.PAGESIZE - 1)])
+    os.truncate(path, 1)
+    file._is_cached(4 * mmap.PAGESIZE)
+    assert len(made) <= 1
+    assert ModelFile(path)._is_cached(0)
+
+
+def test_where_a_file_cannot_be_mapped_its_pages_count_as_in_memory(tmp_path, monkeypatch):
+    path = tmp_path / "model.gguf"
+    path.write_bytes(bytes(100))
+    file = ModelFile(path)
+
+    def refuse(*args, **options):
+        raise OSError("no room")
+
+    monkeypatch.setattr("mmap.mmap", refuse)
+    assert file._is_cached(50) and not file.prefetch(0, 100)
 
 
 # ------------------------------------------------------------------------------------------------ damaged headers

@@ -192,17 +192,31 @@ class ModelFile:
 
         True where the system cannot say: of files that belong to others, Linux says so of every page.
         """
-        start = offset // mmap.ALLOCATIONGRANULARITY * mmap.ALLOCATIONGRANULARITY
-        nbytes, found = offset + 1 - start, ctypes.create_string_buffer(1 + (offset - start) // mmap.PAGESIZE)
-        try:
-            mincore = ctypes.CDLL(None).mincore
-            with mmap.mmap(self.fd, nbytes, access=mmap.ACCESS_READ, offset=start) as mapped:
-                place = np.frombuffer(mapped, np.uint8)
-                status = mincore(ctypes.c_void_p(place.ctypes.data), ctypes.c_size_t(nbytes), found)
-                del place  # a mapping that is looked at cannot be closed
-        except (AttributeError, OSError, ValueError):  # ValueError: the file is shorter by now
+        first, found = self._asked_at, ctypes.c_ubyte()
+        if first is None:
             return True
-        return status != 0 or bool(found.raw[-1] & 1)
+        status = _mincore()(first + offset // mmap.PAGESIZE * mmap.PAGESIZE, 1, found)
+        return status != 0 or bool(found.value & 1)
+
+    @functools.cached_property
+    def _asked_at(self) -> int | None:
+        """Address of a mapping by which the system is asked of pages, and nothing is read; None: it cannot be asked.
+
+        One for all questions: a mapping that comes or goes stops every thread that touches new memory meanwhile.
+        """
+        try:
+            _mincore()
+            return int(self._mapped.ctypes.data)
+        except (AttributeError, OSError, TypeError, ModelFileError):
+            return None
+
+
+@functools.cache
+def _mincore() -> Any:
+    """mincore(2), called with the interpreter locked: to hand the lock over takes longer than the call."""
+    function = ctypes.PyDLL(None).mincore
+    function.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.POINTER(ctypes.c_ubyte))
+    return function
 
 
 @dataclass(frozen=True, eq=False)
