@@ -13,39 +13,33 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from trilane.cpu_kernels.activation import copy_row_f32, quantize_row, row_nbytes
 from trilane.cpu_kernels.arena import Arena
 from trilane.cpu_kernels.atomics import mono_ns
 from trilane.cpu_kernels.cpus import CpuBudget, suggest_spin_us
-from trilane.cpu_kernels.formats import BLOCK, Format, UInt8Array, format_of
-from trilane.cpu_kernels.gate import GATES
+from trilane.cpu_kernels.formats import BLOCK
 from trilane.cpu_kernels.host_lanes import device_task, link_task, team_task
 from trilane.cpu_kernels.host_workspace import StepShape, aligned, make_workspace
-from trilane.cpu_kernels.isa import best_isa
 from trilane.cpu_kernels.jobs import post_job, wait_job
-from trilane.cpu_kernels.layout import OFFSET, ExpertLayout, pack_expert
+from trilane.cpu_kernels.layout import OFFSET
 from trilane.cpu_kernels.rows import ROWS_SIGNATURE
-from trilane.cpu_kernels.shard_words import layer_words, set_all_weights
+from trilane.cpu_kernels.shard_words import set_all_weights
 from trilane.cpu_kernels.team import LaneThread, WorkerTeam
 from trilane.cpu_kernels.words import DeviceJob, LinkJob, Piece, Shard, TeamJob, set_word, word
 from trilane.errors import ProbeError
 from trilane.jit import native
+from trilane.probes.lane_experts import HIDDEN, Experts
 from trilane.probes.timing import NUM_WORDS, Case, scattered
 
-HIDDEN, INTERMEDIATE = 2048, 768  # of the experts that are timed: three shards each
 TASKS_PER_THREAD = 12  # CPU tasks of a step, as the engine cuts them
 MIN_UP_ROWS, MIN_DOWN_ROWS = 16, 128
 MOST_STEPS = 512
-FILL_THREADS = 4
 LANES = ("hit", "stream", "zero_copy", "cpu")
-_NUM_DISTINCT = 32  # different rows in a matrix
 _TOLERANCE = 0.05  # of the largest output: eight-bit activations, twice
 
 
@@ -123,71 +117,6 @@ class Share:
         return self.hit + self.stream + self.zero_copy + self.cpu
 
 
-def expert_layout(format_name: str) -> ExpertLayout:
-    """The layout of the experts that are timed."""
-    fmt = format_of(format_name)
-    return ExpertLayout(HIDDEN, INTERMEDIATE, fmt, fmt, fmt)
-
-
-@dataclass
-class Experts:
-    """Copies of one expert over an arena, packed as a store packs them, and its right output."""
-
-    format: str
-    arena: Arena
-    layout: ExpertLayout = field(init=False)
-    count: int = field(init=False)
-
-    def __post_init__(self) -> None:
-        fmt = format_of(self.format)
-        self.layout = expert_layout(self.format)
-        rng = np.random.default_rng(1)
-        self.x = rng.standard_normal(HIDDEN).astype(np.float32)
-        gate, up, down = (_matrix(fmt, rng, *shape) for shape in _SHAPES)
-        packed = np.zeros(self.layout.expert_nbytes, np.uint8)
-        pack_expert(self.layout, packed, gate, up, down)
-        self.count = self.arena.nbytes // packed.nbytes
-        fill_copies(self.arena.view(0, self.count * packed.nbytes).reshape(self.count, -1), packed)
-        self.expected = _output(fmt, self.x, gate, up, down)
-        self.record = _record(fmt, self.x)
-        self.words = layer_words(self.layout, GATES["silu_glu"], 1.702, 7.0, best_isa())
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of one expert, as its lane reads them."""
-        return int(self.layout.shard_nbytes.sum())
-
-
-_SHAPES = ((INTERMEDIATE, HIDDEN), (INTERMEDIATE, HIDDEN), (HIDDEN, INTERMEDIATE))
-
-
-def fill_copies(copies: UInt8Array, packed: UInt8Array) -> None:
-    """Write ``packed`` to every row, by several threads: NumPy copies without the interpreter."""
-    parts = np.array_split(copies, min(FILL_THREADS, len(copies)) or 1)
-    with ThreadPoolExecutor(FILL_THREADS) as pool:
-        list(pool.map(lambda part: np.copyto(part, packed), parts))
-
-
-def _matrix(fmt: Format, rng: np.random.Generator, rows: int, columns: int) -> UInt8Array:
-    """Source rows of a random matrix of few distinct rows, scaled so that outputs are about 1."""
-    values = rng.standard_normal((_NUM_DISTINCT, columns), np.float32) / np.sqrt(columns, dtype=np.float32)
-    blocks = fmt.quantize(values.reshape(-1, fmt.block_size)).reshape(_NUM_DISTINCT, -1)
-    return np.resize(blocks, (rows, blocks.shape[1]))
-
-
-def _output(fmt: Format, x: NDArray[np.float32], *matrices: UInt8Array) -> NDArray[np.float32]:
-    gate, up, down = (fmt.dequantize_rows(matrix[:_NUM_DISTINCT]) for matrix in matrices)
-    g, u = np.resize(gate @ x, INTERMEDIATE), np.resize(up @ x, INTERMEDIATE)
-    return np.resize(down @ (g / (1 + np.exp(-g)) * u), HIDDEN)
-
-
-def _record(fmt: Format, x: NDArray[np.float32]) -> UInt8Array:
-    record = aligned(row_nbytes(fmt.activation, len(x)), np.uint8)
-    write = quantize_row if fmt.activation == "int8" else copy_row_f32
-    write(int(x.ctypes.data), len(x), int(record.ctypes.data))
-    return record
-
-
 def lanes_case(ring: LaneRing) -> Case:
     """The case of a ring's steps."""
     nbytes = ring.share.num_experts * ring.experts.nbytes
@@ -212,7 +141,7 @@ class LaneRing:
         shape = StepShape(1, positions, HIDDEN, share.num_experts, self.num_shards)
         self.ws = make_workspace(shape)
         self.ws.parts[:] = np.nan
-        self.ws.gate_inputs[:] = experts.record.ctypes.data
+        self.ws.gate_inputs[:] = experts.made.record.ctypes.data
         self.shards = aligned(self.num_steps * self.num_items * Shard.SIZE, np.int64)
         self.shards = self.shards.reshape(self.num_steps, self.num_items, Shard.SIZE)
         self.pieces = np.zeros((self.num_steps, self.num_items, Piece.SIZE), np.int64)
@@ -321,8 +250,8 @@ class LaneRing:
         """Every expert of the first step gave the output that NumPy gives."""
         rows = self.share.num_rows
         parts = self.ws.parts[: self._rows_in_all * HIDDEN].reshape(-1, self.num_shards, rows, HIDDEN)
-        error = np.abs(parts.sum(axis=1) - self.experts.expected).max()
-        if not error <= _TOLERANCE * np.abs(self.experts.expected).max():
+        error = np.abs(parts.sum(axis=1) - self.experts.made.expected).max()
+        if not error <= _TOLERANCE * np.abs(self.experts.made.expected).max():
             raise ProbeError(
                 f"experts in {self.experts.format} on the lanes {self.share} gave a wrong output: their speed would "
                 "be worthless; please report this with the output of 'trilane probe'"

@@ -11,7 +11,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from trilane.cpu_kernels.arena import Arena
-from trilane.probes.lane_jobs import Experts, LaneRing, Lanes, Share, lanes_case
+from trilane.probes.lane_experts import Experts
+from trilane.probes.lane_jobs import LaneRing, Lanes, Share, lanes_case
 from trilane.probes.timing import time_cases
 
 BATCH_ROWS = 16

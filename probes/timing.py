@@ -182,18 +182,18 @@ def time_cases(
     list of Timing, one per case.
     """
     for case in cases:  # compiles, faults pages in, wakes the cores: nothing of it is counted
-        first = _Runner([case])
-        first.run(np.ones(1, np.int64), 1)
+        _Runner([case]).run(np.ones(1, np.int64), 1)
         if case.verify is not None:
             case.verify()
     once = np.ones(len(cases), np.int64)
     runner = _Runner(cases)
-    wall, _ = runner.run(once, 3)
+    wall, cpu = runner.run(once, 3)
     step_us = wall.max(0).min(0) / 1e3
     num_steps = np.maximum(1, sample_us / np.maximum(step_us, 0.01)).astype(np.int64)
     if any(case.waits for case in cases):
         most_rounds = num_samples
-    wall, cpu = _collect(runner, num_steps, num_samples, most_rounds)
+    first = 1 if num_steps.max() == 1 else len(wall[0])  # steps that are samples already: all but the first to run
+    wall, cpu = _collect(runner, num_steps, num_samples, most_rounds, wall[:, first:], cpu[:, first:])
     return [
         _summary(case, wall[:, :, c], cpu[:, :, c], int(num_steps[c]), min(5, num_samples))
         for c, case in enumerate(cases)
@@ -201,12 +201,16 @@ def time_cases(
 
 
 def _collect(
-    runner: _Runner, num_steps: NDArray[np.int64], num_samples: int, most_rounds: int
+    runner: _Runner,
+    num_steps: NDArray[np.int64],
+    num_samples: int,
+    most_rounds: int,
+    walls: NDArray[Any],
+    cpus: NDArray[Any],
 ) -> tuple[NDArray[Any], NDArray[Any]]:
-    """Wall and CPU ns, (threads, rounds, cases), of so many rounds that every case has enough samples."""
-    walls, cpus = np.zeros((2, runner.num_threads, 0, len(num_steps)), np.int64)
+    """Wall and CPU ns, (threads, rounds, cases), of so many more rounds that every case has enough samples."""
     while _own_core(walls, cpus).sum(0).min() < num_samples and walls.shape[1] < most_rounds:
-        wall, cpu = runner.run(num_steps, num_samples)
+        wall, cpu = runner.run(num_steps, min(num_samples, most_rounds - walls.shape[1]))
         walls, cpus = np.concatenate([walls, wall], axis=1), np.concatenate([cpus, cpu], axis=1)
     return walls, cpus
 

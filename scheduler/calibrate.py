@@ -27,13 +27,14 @@ from trilane.probes.contention import Contention, even_share, measure_contention
 from trilane.probes.copies import CopyRates, measure_copies
 from trilane.probes.handover import measure_handover
 from trilane.probes.host_memory import measure_read, probe_arena
-from trilane.probes.lane_jobs import Experts, Lanes, expert_layout, open_lanes
+from trilane.probes.lane_experts import Experts, MadeExpert, expert_layout, make_expert
+from trilane.probes.lane_jobs import Lanes, open_lanes
 from trilane.probes.lane_rates import BATCH_ROWS, LaneTimes, measure_in_place, measure_lane
 from trilane.probes.machine import describe_machine
 from trilane.profile import Curve, Machine, MachineProfile
 from trilane.random_store import StepShape, random_store
 
-BASE_FORMAT = "q4_k"  # of experts where one format stands for all
+BASE_FORMAT = "q4_k"  # where it is measured
 COPY_NBYTES = (64 << 10, 256 << 10, 1 << 20, 4 << 20)
 IN_FLIGHT = (1, 2, 4, 8)
 TOGETHER_EXPERTS = 16
@@ -64,6 +65,8 @@ class Session:
     formats: tuple[str, ...]
     budget: CpuBudget
     profile: MachineProfile
+    made: dict[str, MadeExpert] = field(default_factory=dict)  # by format
+    filled: Experts | None = None  # what the arena holds
     stack: contextlib.ExitStack = field(default_factory=contextlib.ExitStack)
 
     @cached_property
@@ -94,14 +97,29 @@ class Session:
     def most_lanes(self) -> Lanes:
         return self.lanes[self.thread_counts[-1]]
 
-    def experts(self, name: str = BASE_FORMAT) -> Experts:
-        """The arena, filled with experts in a format; those in another are gone."""
-        return Experts(name if name in self.formats else self.formats[0], self.arena)
+    @property
+    def base_format(self) -> str:
+        """Of experts where one format stands for all."""
+        return BASE_FORMAT if BASE_FORMAT in self.formats else self.formats[0]
+
+    @property
+    def format_order(self) -> list[str]:
+        """The formats as they are measured, the base format last: what follows finds its experts in the arena."""
+        return sorted(self.formats, key=lambda name: name == self.base_format)
+
+    def experts(self, name: str | None = None) -> Experts:
+        """The arena, filled with experts in a format (None: the base format); those in another are gone."""
+        name = name or self.base_format
+        if self.filled is None or self.filled.format != name:
+            if name not in self.made:
+                self.made[name] = make_expert(name)
+            self.filled = Experts(self.made[name], self.arena)
+        return self.filled
 
     @cached_property
     def runner(self) -> HostRunner:
         """Real steps on a store of random experts, half of them resident."""
-        store = random_store(StepShape(num_experts=STEP_EXPERTS, format=self.experts().format))
+        store = random_store(StepShape(num_experts=STEP_EXPERTS, format=self.base_format))
         config = Config(cache={"fraction": 0.5}, cpu={"threads": suggest_team_size(self.budget)[0]})
         runner = HostRunner(store, config)
         self.stack.callback(runner.close)
@@ -143,7 +161,7 @@ def thread_counts(budget: CpuBudget, quick: bool) -> tuple[int, ...]:
 def _measure_read(session: Session, previous: dict[int, float] | None) -> dict[int, float]:
     counts = sorted({*session.thread_counts, session.budget.num_concurrent})
     if not previous:
-        session.experts()  # pages that nobody wrote are all one page
+        session.experts(session.format_order[0])  # pages that nobody wrote are all one page
     found = {rate.num_threads: rate.gb_s for rate in measure_read(counts, arena=session.arena, num_samples=11)}
     return {n: max(gb_s, (previous or {}).get(n, 0.0)) for n, gb_s in found.items()}
 
@@ -159,7 +177,7 @@ def _measure_experts(session: Session, previous: dict[LaneKey, LaneTimes] | None
     """Every format on the CPU lane by threads, and on the device and link threads; one row and a batch."""
     found: dict[LaneKey, LaneTimes] = {}
     most, samples = session.thread_counts[-1], 7 if session.quick else 11
-    for name in session.formats:
+    for name in session.format_order:
         experts = session.experts(name)
         jobs = [("cpu", n, 1) for n in session.thread_counts] + [("hit", most, 1), ("zero_copy", most, 1)]
         batches = (most,) if session.quick else sorted({1, most})
@@ -179,7 +197,7 @@ def _expert_fields(session: Session, found: dict[LaneKey, LaneTimes]) -> dict[st
         for (key_lane, name, n, key_rows), times in found.items():
             if (key_lane, key_rows) == (lane, rows):
                 by_format.setdefault(name, {})[n] = times.gb_s
-        return {name: _curve(rates) for name, rates in by_format.items()}
+        return {name: _curve(by_format[name]) for name in session.formats if name in by_format}
 
     def flat(lane: str, rows: int) -> dict[str, float]:
         return {name: curve.y[0] for name, curve in curves(lane, rows).items()}

@@ -10,7 +10,7 @@ from trilane.cpu_kernels.formats import format_of
 from trilane.store import ExpertStore
 
 SEED = 11
-NUM_DISTINCT = 61  # rows of a matrix; no divisor of its rows, so that experts differ
+NUM_DISTINCT = 13  # rows of a matrix; no divisor of its rows, so that experts differ
 
 
 @dataclass(frozen=True)

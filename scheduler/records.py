@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import hashlib
 import struct
-from collections.abc import Iterator
 from typing import Any, TypeVar
 
 import numpy as np
@@ -39,10 +38,7 @@ class RecordType(types.Type):  # type: ignore[misc]
         self.names = record_class._fields  # type: ignore[attr-defined]
         for name, member in zip(self.names, members, strict=True):
             if not isinstance(member, types.Array | RecordType) and member not in _NUMBERS:
-                raise TypeError(
-                    f"field {name} of {record_class.__qualname__} is {member}: a record may hold arrays, int64, "
-                    "float64, bool and other records; convert it"
-                )
+                raise _refusal(record_class, name, member)
         digest = hashlib.blake2b(repr(members).encode(), digest_size=6).hexdigest()  # the name becomes a symbol
         super().__init__(f"{record_class.__module__}.{record_class.__qualname__}.{digest}")
 
@@ -61,6 +57,13 @@ class RecordType(types.Type):  # type: ignore[misc]
         return sum(map(_num_words, self.members[:index])), self.members[index]
 
 
+def _refusal(record_class: type, name: str, what: Any) -> TypeError:
+    return TypeError(
+        f"field {name} of {record_class.__qualname__} is {what}: a record may hold arrays, int64, float64, bool and "
+        "other records; convert it"
+    )
+
+
 def _num_words(kind: Any) -> int:
     if isinstance(kind, RecordType):
         return kind.num_words
@@ -74,24 +77,36 @@ def record(record_class: Class) -> Class:
     def typeof_record(value: Any, context: Any) -> RecordType:
         return RecordType(record_class, tuple(typeof_impl(field, context) for field in value))
 
+    record_class.is_record = True  # type: ignore[attr-defined]
     return record_class
 
 
 def record_words(value: Any) -> NDArray[np.int64]:
-    """The record as compiled code reads it; good for as long as its arrays live."""
-    return np.array(list(_words(value)), np.int64)
+    """The record as compiled code reads it; good for as long as its arrays live.
+
+    Raises
+    ------
+    TypeError
+        A field is of a type that records do not hold.
+    """
+    words: list[int] = []
+    _write_words(value, words)
+    return np.array(words, np.int64)
 
 
-def _words(value: Any) -> Iterator[int]:
-    for field in value:
+def _write_words(value: Any, words: list[int]) -> None:
+    """Append the words of a record."""
+    for name, field in zip(value._fields, value, strict=True):
         if isinstance(field, np.ndarray):
-            yield from (field.__array_interface__["data"][0], field.size, *field.shape, *field.strides)
-        elif isinstance(field, tuple):
-            yield from _words(field)
+            words += (field.__array_interface__["data"][0], field.size, *field.shape, *field.strides)
+        elif getattr(field, "is_record", False):
+            _write_words(field, words)
         elif isinstance(field, float):
-            yield from struct.unpack("q", struct.pack("d", field))
+            words += struct.unpack("q", struct.pack("d", field))
+        elif isinstance(field, int | np.int64 | np.bool_):
+            words.append(int(field))
         else:
-            yield int(field)
+            raise _refusal(type(value), name, type(field))
 
 
 def record_at(kind: RecordType) -> Any:

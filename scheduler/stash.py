@@ -28,9 +28,13 @@ class Stash:
 
     def __init__(self, held: Any) -> None:
         self.held = held
-        self.kind = typeof(held)
         self._words = record_words(held)
         self.address = int(self._words.ctypes.data)
+
+    @functools.cached_property
+    def kind(self) -> Any:
+        """The record's type, by which functions are compiled; to tell it takes longer than all the rest."""
+        return typeof(self.held)
 
 
 def stash_each(records: Sequence[Any]) -> list[Stash]:

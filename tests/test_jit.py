@@ -6,6 +6,7 @@ import ast
 
 import pytest
 from numba import config
+from test_package import SOURCES
 
 from trilane import jit
 from trilane.jit import compiled, module_stamp
@@ -31,13 +32,30 @@ class Kind:
             pass
         else:
             from trilane.sixth import name
+from trilane.seventh import (
+    eighth as other,
+    ninth,  # and why
+)
 """
 
 
 def test_imports_are_seen_wherever_they_stand() -> None:
-    statements = jit._statements(ast.parse(IMPORTS))
-    names = {name for node in statements for name in jit._imported_names(node, "trilane")}
-    assert {f"trilane.{word}" for word in ("first", "second", "third", "fourth", "fifth", "sixth")} <= names
+    names = set(jit._imported_names(IMPORTS, "trilane"))
+    words = ("first", "second", "third", "fourth", "fifth", "sixth", "seventh", "seventh.eighth", "seventh.ninth")
+    assert {f"trilane.{word}" for word in words} <= names
+
+
+def test_no_import_of_the_package_is_overlooked() -> None:
+    """A file whose change a stamp does not see would leave old code in use."""
+    for module, path in SOURCES.items():
+        source, parent, wanted = path.read_text(), module.rpartition(".")[0], set()
+        for node in ast.walk(ast.parse(source)):
+            if isinstance(node, ast.Import):
+                wanted |= {alias.name for alias in node.names}
+            elif isinstance(node, ast.ImportFrom):
+                base = ".".join(filter(None, (parent if node.level else "", node.module)))
+                wanted |= {base, *(f"{base}.{alias.name}" for alias in node.names)}
+        assert wanted <= set(jit._imported_names(source, parent)), module
 
 
 def test_a_stamp_changes_with_every_file_that_is_imported(monkeypatch: pytest.MonkeyPatch) -> None:

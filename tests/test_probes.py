@@ -15,7 +15,7 @@ from trilane.cpu_kernels.cpus import read_cpu_budget
 from trilane.cpu_kernels.isa import available_isas
 from trilane.cpu_kernels.rows import ROWS_SIGNATURE
 from trilane.jit import native
-from trilane.probes import copies, cpu_experts, ggml, handover, host_memory, lane_jobs, machine, timing
+from trilane.probes import copies, cpu_experts, ggml, handover, host_memory, lane_experts, lane_jobs, machine, timing
 
 SMALL = 8 << 20  # bytes: a run is quick, and what it measures is the cache, which does not matter here
 MANY = pytest.mark.skipif(machine.describe_machine().num_allowed < 2, reason="needs two CPUs")
@@ -173,7 +173,7 @@ def lanes():
 
 @pytest.fixture(scope="module")
 def experts():
-    return lane_jobs.Experts("q8_0", allocate_arena(2 * SMALL))
+    return lane_experts.Experts(lane_experts.make_expert("q8_0"), allocate_arena(2 * SMALL))
 
 
 @pytest.fixture(scope="module")

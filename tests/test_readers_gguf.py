@@ -207,7 +207,7 @@ def test_a_range_can_be_fetched_and_released(tmp_path):
 
 
 def test_pages_are_asked_for_through_one_mapping_that_nothing_reads(tmp_path, monkeypatch):
-    """Mappings that come and go stop all threads that fill a store; and a file that was cut short meanwhile is no fault."""
+    """Mappings that come and go stop the threads that fill a store. A file that was cut short meanwhile is no fault."""
     path = tmp_path / "model.gguf"
     path.write_bytes(bytes(5 * mmap.PAGESIZE))
     file, made, make = ModelFile(path), [], mmap.mmap
