@@ -40,7 +40,7 @@ IN_FLIGHT = (1, 2, 4, 8)
 TOGETHER_EXPERTS = 16
 QUICK_NBYTES = 512 << 20  # of memory that the quick mode works on, at most
 PASSES, QUICK_PASSES = 7, 2
-FULL_S, QUICK_S = 25.0, 4.5  # no further pass that would end later, the compiler's time not counted
+FULL_S, QUICK_S = 25.0, 2.5  # no further pass that would end later, the compiler's time not counted
 STEP_EXPERTS = 16
 
 
@@ -176,7 +176,7 @@ LaneKey = tuple[str, str, int, int]  # lane, format, threads, rows
 def _measure_experts(session: Session, previous: dict[LaneKey, LaneTimes] | None) -> dict[LaneKey, LaneTimes]:
     """Every format on the CPU lane by threads, and on the device and link threads; one row and a batch."""
     found: dict[LaneKey, LaneTimes] = {}
-    most, samples = session.thread_counts[-1], 7 if session.quick else 11
+    most, samples = session.thread_counts[-1], 5 if session.quick else 11
     for name in session.format_order:
         experts = session.experts(name)
         jobs = [("cpu", n, 1) for n in session.thread_counts] + [("hit", most, 1), ("zero_copy", most, 1)]

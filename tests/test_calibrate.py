@@ -9,6 +9,7 @@ import sys
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 from test_cpus import FakeMachine
 
@@ -72,6 +73,23 @@ def test_a_busy_machine_gets_no_pass_that_would_take_too_long(monkeypatch):
     monkeypatch.setattr(calibration, "FULL_S", 1e9)
     calibrate()
     assert len(passes) == 1 + calibration.PASSES
+
+
+def test_experts_are_made_once_and_stay_in_the_arena(small, monkeypatch):
+    made, filled = [], []
+    make, fill = calibration.make_expert, calibration.Experts
+    monkeypatch.setattr(calibration, "make_expert", lambda name: made.append(name) or make(name))
+    monkeypatch.setattr(calibration, "Experts", lambda one, arena: filled.append(one.format) or fill(one, arena))
+    budget = read_cpu_budget()
+    session = calibration.Session(True, ("q4_k", "q8_0", "mxfp4"), budget, calibration._empty_profile(budget, True))
+    assert session.format_order == ["q8_0", "mxfp4", "q4_k"]
+    for _ in range(2):
+        for name in session.format_order:
+            assert session.experts(name).format == name
+        assert session.experts() is session.experts("q4_k")
+    assert made == session.format_order and filled == 2 * session.format_order
+    packed = session.made["q4_k"].packed
+    assert all(np.array_equal(session.arena.view(k * packed.nbytes, packed.nbytes), packed) for k in range(3))
 
 
 # ----------------------------------------------------------------------------------------- faults of the field

@@ -236,6 +236,21 @@ def test_t15_first_samples_never_count() -> None:
         assert taken.high_us < 10_000 and counter[0] > 3
 
 
+@pytest.mark.parametrize(("num_samples", "calls_made"), [(5, 1 + 3 + 3), (2, 1 + 3), (1, 1 + 3)])
+def test_steps_that_are_as_long_as_a_sample_count_but_the_first(num_samples, calls_made) -> None:
+    @native(ROWS_SIGNATURE)
+    def slow(counter, a, b, c, d, e, f, g, h, i, j):
+        store_at(counter, load_at(counter) + 1)
+        sleep_ns(2_000_000)
+
+    counter = np.zeros(1, np.int64)
+    calls = np.zeros((1, 8, timing.NUM_WORDS), np.int64)
+    calls[:, :, 0], calls[:, :, 1] = slow.address, counter.ctypes.data
+    case = timing.Case("slow", 1, calls, waits=True)
+    (taken,) = timing.time_cases([case], num_samples=num_samples, sample_us=20)
+    assert taken.num_steps == 1 and counter[0] == calls_made and taken.median_us > 1000
+
+
 # ---------------------------------------------------------------------------------------------------- machine
 def test_this_machine() -> None:
     facts = machine.describe_machine()

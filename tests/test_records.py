@@ -109,11 +109,17 @@ def test_calls_keep_nothing_and_lose_nothing():
     assert blocks_after < blocks + 500  # of 2000 calls
 
 
-@pytest.mark.parametrize("value", [np.float32(1), 1j, "text", None], ids=repr)
+@pytest.mark.parametrize("value", [np.float32(1), np.int32(1), 1j, "text", None, (1, 2)], ids=repr)
 def test_what_a_record_cannot_hold_is_refused(value):
     outer = make_outer()._replace(rate=value)
     with pytest.raises(TypeError, match="field rate of Outer is .*: a record may hold arrays, int64, float64"):
         Stash(outer)
+
+
+def test_numbers_of_numpy_are_numbers():
+    outer = make_outer()
+    plain = Stash(outer._replace(rate=2.5))
+    assert np.array_equal(Stash(outer._replace(rate=np.float64(2.5)))._words, plain._words)
 
 
 def test_an_unknown_field_is_a_compile_error():
