@@ -79,10 +79,11 @@ def measure_joint_rate(driver, num_threads, format_name="q4_k", seconds=0.4, mos
     from trilane.cpu_kernels.arena import allocate_arena
     from trilane.cpu_kernels.cpus import read_cpu_budget
     from trilane.probes.host_memory import probe_arena
-    from trilane.probes.lane_jobs import Experts, LaneRing, Share, lanes_case, open_lanes
+    from trilane.probes.lane_experts import Experts, make_expert
+    from trilane.probes.lane_jobs import LaneRing, Share, lanes_case, open_lanes
     from trilane.probes.timing import time_cases
 
-    experts = Experts(format_name, probe_arena(most_nbytes=most_nbytes))
+    experts = Experts(make_expert(format_name), probe_arena(most_nbytes=most_nbytes))
     arena = experts.arena
     problem = driver.register(arena.address, arena.nbytes)
     if problem:
