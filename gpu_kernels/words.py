@@ -20,6 +20,7 @@ from trilane.cpu_kernels.layout import ExpertLayout
 UP_CHUNK = 16  # neurons of a shard whose gate and up rows one thread block multiplies
 DOWN_CHUNK = 128  # output columns that are combined at a time
 CHUNKS = BLOCK // UP_CHUNK  # thread blocks of an item
+ROW_TILE = 16  # rows of an expert that one load of weights is multiplied with in prefill
 FUSED_ROWS = 4  # without misses, up to so many rows are combined by the kernel that made the last part
 RECORD_NBYTES = 320
 F32_BLOCK_NBYTES = 4 * BLOCK
@@ -58,6 +59,11 @@ _STRUCTS: Mapping[str, tuple[tuple[str, str], ...]] = {
     ),
     "Progress": (("u32*", "hidden"), ("u32*", "parts"), ("u32*", "relayed")),
     "Tiles": (("int", "whole"), ("int", "up"), ("int", "down")),
+    "Prefill": (
+        ("u64*", "source"), ("int*", "first"), ("int*", "rows"), ("int*", "order"), ("int*", "batch"),
+        ("u8*", "hidden"), ("int*", "hidden_bad"), ("float*", "outs"), ("u64", "host"), ("i64", "host_stride"),
+    ),
+    "Batches": (("int", "count"), ("int", "copied"), ("int[14]", "unused")),
     "Step": (
         ("const void*", "x"), ("i64", "x_stride"), ("const void*", "ids"), ("const float*", "weights"),
         ("void*", "out"), ("i64", "out_stride"), ("u8*", "records"), ("float*", "floats"), ("int*", "row_bad"),
@@ -102,7 +108,7 @@ def _c_field(declared: str, name: str) -> str:
 def c_header() -> str:
     """The text of ``words.cuh``: the structs, their sizes as checks, and the constants that both sides use."""
     lines = ["#pragma once"]
-    for name in ("UP_CHUNK", "CHUNKS", "DOWN_CHUNK", "FUSED_ROWS"):
+    for name in ("UP_CHUNK", "CHUNKS", "DOWN_CHUNK", "ROW_TILE", "FUSED_ROWS"):
         lines.append(f"constexpr int {name} = {globals()[name]};")
     lines.append("enum ErrorWord { " + ", ".join(f"ERROR_{name.upper()}" for name in ERRORS) + " };")
     for name, fields in _STRUCTS.items():

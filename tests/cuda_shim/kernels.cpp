@@ -4,6 +4,8 @@
 #include "publish.cu"
 #include "experts.cu"
 #include "combine.cu"
+#include "prefill.cu"
+#include "prefill_experts.cu"
 
 extern "C" int run_publish(u32 x, u32 y, u32 threads, const Layer* layer, const Step* step) {
   return shim::launch(x, y, threads, [=] { publish(*layer, *step); });
@@ -22,6 +24,28 @@ extern "C" int run_experts_plan(u32 x, u32 y, u32 threads, const Layer* layer, c
 
 extern "C" int run_combine(u32 x, u32 y, u32 threads, const Layer* layer, const Step* step) {
   return shim::launch(x, y, threads, [=] { combine(*layer, *step); });
+}
+
+extern "C" int run_prefill_rows(u32 x, u32 y, u32 threads, const Layer* layer, const Step* step) {
+  return shim::launch(x, y, threads, [=] { prefill_rows(*layer, *step); });
+}
+
+extern "C" int run_prefill_group(u32 x, u32 y, u32 threads, const Layer* layer, const Step* step, const Prefill* prefill,
+                                 const Batches* batches) {
+  return shim::launch(x, y, threads, [=] { prefill_group(*layer, *step, *prefill, batches); });
+}
+
+#define RUN_BATCH(name)                                                                                            \
+  extern "C" int run_##name(u32 x, u32 y, u32 threads, const Layer* layer, const Step* step, const Prefill* prefill, \
+                            int batch, int splits, int span) {                                                     \
+    return shim::launch(x, y, threads, [=] { name(*layer, *step, *prefill, batch, splits, span); });               \
+  }
+RUN_BATCH(prefill_up)
+RUN_BATCH(prefill_hidden)
+RUN_BATCH(prefill_down)
+
+extern "C" int run_prefill_combine(u32 x, u32 y, u32 threads, const Layer* layer, const Step* step, const Prefill* prefill) {
+  return shim::launch(x, y, threads, [=] { prefill_combine(*layer, *step, *prefill); });
 }
 
 extern "C" float widen_half(u32 bits) { return half_to_float((u16)bits); }
