@@ -23,8 +23,8 @@ from trilane.gpu_kernels.words import c_header
 
 PROGRAM = ("publish.cu", "experts.cu", "combine.cu", "prefill.cu", "prefill_experts.cu")
 KERNELS = (
-    "publish", "experts_hit", "experts_plan", "combine", "prefill_rows", "prefill_group", "prefill_up", "prefill_hidden",
-    "prefill_down", "prefill_combine",
+    "publish", "experts_hit", "experts_plan", "combine",
+    "prefill_rows", "prefill_group", "prefill_up", "prefill_hidden", "prefill_down", "prefill_combine",
 )  # fmt: skip
 OPTIONS = ("--std=c++17", "--fmad=false", "--ftz=false", "--prec-div=true", "--prec-sqrt=true")
 ARCHITECTURES = (75, 80, 86, 89, 90, 100, 120)  # compiled in every test run

@@ -6,6 +6,7 @@ It makes addresses and launches kernels. What is in a slot and what a plan says 
 from __future__ import annotations
 
 import ctypes
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -17,7 +18,9 @@ from trilane.cpu_kernels.layout import ExpertLayout
 from trilane.gpu_kernels import launch, words
 from trilane.gpu_kernels.build import variant_of
 from trilane.gpu_kernels.driver import Driver, DriverError, Encoded
+from trilane.gpu_kernels.launch import Launch
 from trilane.gpu_kernels.pinning import Pinned, pin_region
+from trilane.gpu_kernels.prefill_memory import FREE_PART, MOST_NBYTES, PrefillMemory, shape_within
 
 RESERVE_NBYTES = 512 << 20  # of free device memory that is left to others
 ALIGNMENT = 256
@@ -131,11 +134,14 @@ class CudaDevice:
         self._mapped_blocks: list[int] = []
         self._streams: list[int] = []
         self.pinned: Pinned | None = None
+        self.prefill: PrefillMemory | None = None  # None: there is no room for it
         try:
             self._allocate(num_slots)
             self.pinned = pin_region(driver, arena_address, arena_nbytes, pin_limit)
             if self.pinned.reason:
                 self.notes["pinned"] = self.pinned.reason
+            if self.prefill is not None and self.pinned.pinned_nbytes < arena_nbytes:
+                self.prefill.add_bounces()
             self._load()
         except BaseException:
             self.close()
@@ -156,6 +162,7 @@ class CudaDevice:
         self.work_stream = self._make_stream(HIGH_PRIORITY)  # of callers who bring none
         self.empty_table()
         self._biases = [self._copy_biases(layer) for layer in self.layers]
+        self._allocate_prefill()
         self._allocate_slots(num_slots)
 
     def empty_table(self) -> None:
@@ -167,6 +174,20 @@ class CudaDevice:
     def _make_stream(self, priority: int) -> int:
         self._streams.append(self.driver.make_stream(priority))
         return self._streams[-1]
+
+    def _allocate_prefill(self) -> None:
+        """Buffers for large batches; without room for them these go through the step in parts."""
+        nbytes = min(MOST_NBYTES, self.driver.free_nbytes() // FREE_PART)
+        expert = max(layer.expert_stride for layer in self.layers)
+        whole = max(layer.num_experts * layer.expert_stride for layer in self.layers)
+        shape = shape_within(nbytes, self.shape.hidden, self.shape.max_experts, self.shape.max_shards, expert, whole)
+        try:
+            self.prefill = PrefillMemory(self.driver, shape) if shape else None
+            problem = "" if shape else f"its buffers take more than {nbytes} bytes of device memory"
+        except DriverError as error:
+            problem = str(error)
+        if problem:
+            self.notes["prefill"] = f"large batches go through the step in parts: {problem}; free device memory"
 
     def _allocate_slots(self, wanted: int) -> None:
         """Slots from memory that is free, never from all there is; fewer where they do not fit."""
@@ -258,12 +279,23 @@ class CudaDevice:
         ]
         return self.driver.encode(self._kernels[layer], launches)
 
+    def encode(self, layer: int, launches: Sequence[Launch]) -> Encoded:
+        """Launches of a layer's kernels."""
+        return self.driver.encode(self._kernels[layer], launches)
+
+    def layer_words(self, layer: int) -> np.ndarray:
+        """The Layer struct."""
+        return self._layer_words[layer]
+
     def close(self) -> None:
         """Free everything; no kernel may be waiting for the host any more."""
         self.driver.make_current()
         self.driver.synchronize()
         if self.pinned is not None:
             self.pinned.release(self.driver)
+        if self.prefill is not None:
+            self.prefill.close()
+            self.prefill = None
         for block in self._device_blocks:
             self.driver.free(block)
         for block in self._mapped_blocks:
@@ -271,6 +303,12 @@ class CudaDevice:
         self._device_blocks, self._mapped_blocks, self.pinned = [], [], None
         self.driver.close(self._streams)
         self._streams = []
+
+
+def array_at(address: int, dtype: Any, shape: tuple[int, ...]) -> np.ndarray:
+    """Memory of the host as an array."""
+    kind = np.dtype(dtype)
+    return _bytes_at(address, kind.itemsize * math.prod(shape)).view(kind).reshape(shape)
 
 
 def _bytes_at(address: int, nbytes: int) -> np.ndarray:

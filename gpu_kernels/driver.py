@@ -18,6 +18,7 @@ from trilane.gpu_kernels.launch import Launch
 
 PORTABLE, MAPPED = 1, 2  # of pinned memory
 NON_BLOCKING = 1  # of streams: never waits for the legacy stream
+WITHOUT_TIMING = 2  # of events
 NOT_READY = 600
 COMPUTE_MAJOR, COMPUTE_MINOR = 75, 76  # device attributes
 MAX_DYNAMIC_SHARED, SHARED_CARVEOUT = 8, 9  # function attributes
@@ -73,6 +74,11 @@ class Driver(Protocol):
     def synchronize(self) -> None: ...
     def is_capturing(self, stream: int) -> bool: ...
     def order_after(self, stream: int, earlier: int) -> None: ...
+    def make_event(self) -> int: ...
+    def record_event(self, event: int, stream: int) -> None: ...
+    def wait_event(self, stream: int, event: int) -> None: ...
+    def event_done(self, event: int) -> bool: ...
+    def destroy_event(self, event: int) -> None: ...
     def to_device(self, destination: int, source: int, nbytes: int, stream: int) -> None: ...
     def to_host(self, destination: int, source: int, nbytes: int, stream: int) -> None: ...
     def load_kernels(self, variant: Any) -> int: ...
@@ -240,12 +246,34 @@ class CudaDriver:
 
     def order_after(self, stream: int, earlier: int) -> None:
         """What comes on ``stream`` from now on waits for what is on ``earlier`` now."""
-        event = self._out("cuEventCreate", ctypes.c_uint(2))  # without timing
+        event = self.make_event()
         try:
-            self._do("cuEventRecord", event, earlier)
-            self._do("cuStreamWaitEvent", stream, event, ctypes.c_uint(0))
+            self.record_event(event, earlier)
+            self.wait_event(stream, event)
         finally:
-            self._do("cuEventDestroy_v2", event)
+            self.destroy_event(event)
+
+    def make_event(self) -> int:
+        """An event; until it is recorded it counts as done."""
+        return self._out("cuEventCreate", ctypes.c_uint(WITHOUT_TIMING))
+
+    def record_event(self, event: int, stream: int) -> None:
+        """The event is done when all that is on the stream now is done."""
+        self._do("cuEventRecord", event, stream)
+
+    def wait_event(self, stream: int, event: int) -> None:
+        """What comes on ``stream`` from now on waits for the event as it was recorded last."""
+        self._do("cuStreamWaitEvent", stream, event, ctypes.c_uint(0))
+
+    def event_done(self, event: int) -> bool:
+        """Whether what the event was recorded for is done."""
+        status = self._library.cuEventQuery(ctypes.c_uint64(event))
+        if status != NOT_READY:
+            self._check(status, "cuEventQuery")
+        return status != NOT_READY
+
+    def destroy_event(self, event: int) -> None:
+        self._do("cuEventDestroy_v2", event)
 
     def to_device(self, destination: int, source: int, nbytes: int, stream: int) -> None:
         self._do("cuMemcpyHtoDAsync_v2", destination, source, nbytes, stream)

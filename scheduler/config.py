@@ -150,6 +150,10 @@ class PolicyConfig(_Section):
         default="score", description="fill a slot always, or only for an expert worth at least its victim"
     )
     fills: bool = Field(default=True, description="let idle link time fill slots in the background")
+    prefill_rows: Annotated[int, Field(ge=1, le=MAX_COUNT)] | Literal["auto"] = Field(
+        default="auto",
+        description="rows from which on a GPU streams whole layers past the slots; auto: where that is faster",
+    )
 
     @model_validator(mode="after")
     def _force_is_allowed(self) -> Self:

@@ -37,7 +37,7 @@ class StepLaunches:
         """Put a layer-step on a stream. All addresses are the GPU's; nothing is waited for."""
         with device_errors():
             capturing = self.driver.is_capturing(stream)
-            self._order(stream, capturing)
+            self.order(stream, capturing)
             encoded, graph = self._encoded(step, ids, id_nbytes, weights, make_graph=not capturing)
             if graph:
                 status = launch_graph(self.driver.table.ctypes.data, graph, stream)
@@ -48,7 +48,7 @@ class StepLaunches:
 
     def encode(self, step: StepInput, ids: int, id_nbytes: int, weights: int) -> Encoded:
         """The launches of a layer-step for these inputs."""
-        return self.device.encode_step(step.layer, self._step_words(step, ids, id_nbytes, weights))
+        return self.device.encode_step(step.layer, self.step_words(step, ids, id_nbytes, weights))
 
     def _encoded(
         self, step: StepInput, ids: int, id_nbytes: int, weights: int, make_graph: bool
@@ -68,7 +68,8 @@ class StepLaunches:
                 self.driver.destroy_graph(graph)
         return found if make_graph else (found[0], 0)
 
-    def _step_words(self, step: StepInput, ids: int, id_nbytes: int, weights: int) -> np.ndarray:
+    def step_words(self, step: StepInput, ids: int, id_nbytes: int, weights: int) -> np.ndarray:
+        """The Step struct for these inputs."""
         words = self.device.step_words(step.layer)
         for name, value in (
             ("x", step.hidden), ("x_stride", step.hidden_stride), ("x_element", ELEMENTS[step.hidden_element]),
@@ -79,7 +80,7 @@ class StepLaunches:
             words[name] = value
         return words
 
-    def _order(self, stream: int, capturing: bool) -> None:
+    def order(self, stream: int, capturing: bool) -> None:
         """Steps share buffers, so one on another stream than the last comes after it."""
         before, self._stream = self._stream, stream
         if before is None or before == stream:

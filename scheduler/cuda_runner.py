@@ -22,6 +22,7 @@ from trilane.cuda_errors import device_errors, step_error
 from trilane.cuda_fills import begin_fills
 from trilane.cuda_launches import StepLaunches
 from trilane.cuda_places import make_places
+from trilane.cuda_prefill import CudaPrefill
 from trilane.cuda_threads import WAIT_NAP_S, CudaThreads
 from trilane.cuda_words import Control, CudaStep, Fault, Stage, Wire
 from trilane.errors import DeviceError
@@ -35,6 +36,7 @@ from trilane.host_tables import make_tables, store_geometry
 from trilane.journal import StoryEntry, expert_story, last_plan, make_journal
 from trilane.plan import Options, make_work
 from trilane.policy import empty_state, num_slots, policy_options
+from trilane.prefill_batches import routed_experts
 from trilane.recorder import Recorder
 from trilane.routing import make_grouping
 from trilane.stash import Stash, on_stashes, stash_each
@@ -87,6 +89,7 @@ class CudaRunner:
         self._rate_stashes = stash_each(self._rates)
         self._rate_addresses = np.zeros(store.num_layers, np.int64)
         self._make_state()
+        self.prefill = self._make_prefill(config)
         self.rates = self._rates
         compile_calls()
         self._begin_fills = on_stashes(begin_fills, self._run.kind)
@@ -145,6 +148,14 @@ class CudaRunner:
         )  # fmt: skip
         self._run: Stash = Stash(self._held)
 
+    def _make_prefill(self, config: Config) -> CudaPrefill | None:
+        """Passes of large batches; None where there is no memory for them."""
+        if self.device.prefill is None:
+            return None
+        return CudaPrefill(
+            self.device, self.launches, self.threads, self.state, self._totals, config.policy.prefill_rows, self.check
+        )
+
     @property
     def rates(self) -> list[Rates]:
         """The cost model's constants, by layer."""
@@ -172,6 +183,20 @@ class CudaRunner:
     def max_rows(self, top_k: int) -> int:
         """Rows that one step takes; a larger batch is run in parts."""
         return max(1, min(self.shape.max_rows, self.shape.max_positions // max(1, top_k)))
+
+    def prefill_for(
+        self, layer: int, rows: int, top_k: int, stream: int, ids: np.ndarray | None = None
+    ) -> CudaPrefill | None:
+        """What runs a batch whose layer streams past the slots; None: steps do, and always while a stream is captured.
+
+        ``ids`` where they are in host memory.
+        """
+        prefill = self.prefill
+        if prefill is None or not prefill.may_take(layer, rows, top_k) or self.driver.is_capturing(stream):
+            return None
+        experts = None if ids is None else routed_experts(ids, self.store.layers[layer].num_experts)
+        rates, step_rows = self._rates[layer], self.max_rows(top_k)
+        return prefill if prefill.takes(layer, rows, top_k, experts, rates, self.options, step_rows) else None
 
     def launch(self, step: StepInput, ids: int, id_nbytes: int, weights: int, stream: int) -> None:
         """Put a layer-step on a stream. All addresses are the GPU's; nothing is waited for."""

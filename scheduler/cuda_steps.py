@@ -7,16 +7,19 @@ recording a graph. With host arrays the result is copied out when it is waited f
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from trilane.arguments import apart_from, check_hidden, check_ids, check_out, check_routing
 from trilane.arrays import HostView, like_input
 from trilane.cuda_arrays import DeviceView, device_routing, device_rows, empty_like, is_on_device, stream_handle
+from trilane.cuda_prefill import CudaPrefill
 from trilane.cuda_probe import calibrate_cuda
 from trilane.cuda_runner import CudaRunner
+from trilane.gpu_kernels.cuda_device import array_at
 from trilane.host_runner import StepInput
+from trilane.prefill_batches import routed_experts
 from trilane.profile import MachineProfile
 
 ITEMSIZE = {"f32": 4, "f16": 2, "bf16": 2}
@@ -31,7 +34,19 @@ class CudaTicketed:
     stream: int
     copy_out: HostView | None = None
     first_row: int = 0
+    num_rows: int = 0
+    out: int = 0  # address of the rows
     done: bool = False
+
+
+class PinnedRows(NamedTuple):
+    """Addresses of mapped memory for a step's arrays, and how many rows it holds; hidden and out may be one."""
+
+    hidden: int
+    out: int
+    ids: int
+    weights: int
+    most: int
 
 
 class CudaSteps:
@@ -53,7 +68,7 @@ class CudaSteps:
     def finish(self, ticket: CudaTicketed) -> Any:
         """The result; host rows are waited for."""
         if ticket.copy_out is not None:
-            self._copy_out(ticket.copy_out, ticket.first_row, ticket.stream)
+            self._copy_out(ticket)
             ticket.copy_out = None
         return ticket.result
 
@@ -65,13 +80,14 @@ class CudaSteps:
         handle = self.runner.device.work_stream if handle is None else handle
         result = empty_like(hidden, "out") if out is None else out
         y = device_rows(result, "out", self.store.hidden, x.shape[0])
-        top_k, most = e.shape[1], self.runner.max_rows(e.shape[1])
+        top_k, passes = e.shape[1], self.runner.prefill_for(layer, *e.shape, handle)
+        most = passes.max_rows(top_k) if passes else self.runner.max_rows(top_k)
         for start in range(0, x.shape[0], most):
             rows = min(most, x.shape[0] - start)
             step = StepInput(layer, rows, top_k, *_rows_at(x, start), *_rows_at(y, start))
             skip = start * top_k
             id_nbytes = 8 if e.dtype == "int64" else 4
-            self.runner.launch(step, e.address + skip * id_nbytes, id_nbytes, w.address + 4 * skip, handle)
+            (passes or self.runner).launch(step, e.address + skip * id_nbytes, id_nbytes, w.address + 4 * skip, handle)
         return CudaTicketed(result, (x, e, w, y), handle)
 
     # -------------------------------------------------------------------------------- arrays in host memory
@@ -87,41 +103,48 @@ class CudaSteps:
         if rows == 0 or top_k == 0:
             y.array[...] = 0
             return ticket
-        most = self.runner.max_rows(top_k)
-        x = apart_from(x, y) if rows > most else x
-        for start in range(0, rows, most):
+        passes = self.runner.prefill_for(layer, rows, top_k, ticket.stream, e)
+        pinned = self._pinned_rows(passes, top_k)
+        x = apart_from(x, y) if rows > pinned.most else x
+        for start in range(0, rows, pinned.most):
             if start:
-                self._copy_out(y, ticket.first_row, ticket.stream)
-            part = slice(start, min(rows, start + most))
-            self._launch_host(layer, x, e[part], w[part], y, start, ticket.stream)
-            ticket.first_row = start
-        ticket.copy_out = y
+                self._copy_out(ticket)
+            part = slice(start, min(rows, start + pinned.most))
+            step, at = self._stage_host(layer, x, e[part], w[part], y, start, pinned), (pinned.ids, 8, pinned.weights)
+            if passes:
+                passes.launch(step, *at, ticket.stream, routed_experts(e[part], self.store.layers[layer].num_experts))
+            else:
+                self.runner.launch(step, *at, ticket.stream)
+            ticket.first_row, ticket.num_rows, ticket.out, ticket.copy_out = start, step.num_rows, pinned.out, y
         return ticket
 
-    def _staged(self, name: str, array: np.ndarray) -> np.ndarray:
-        """An array of this shape and type in mapped memory."""
-        return self.runner.device.mapped(name, array.dtype, array.size).reshape(array.shape)
-
-    def _launch_host(
-        self, layer: int, x: HostView, ids: np.ndarray, weights: np.ndarray, y: HostView, start: int, stream: int
-    ) -> None:
-        rows, address = len(ids), self.runner.device.address
-        hidden = x.array[start : start + rows]
-        for name, array in (
-            ("host_x", hidden), ("host_ids", ids.astype(np.int64)), ("host_weights", weights.astype(np.float32)),
-        ):  # fmt: skip
-            self._staged(name, array)[...] = array
-        x_stride, y_stride = (ITEMSIZE[view.element] * self.store.hidden for view in (x, y))
-        step = StepInput(
-            layer, rows, ids.shape[1], address["host_x"], x_stride, x.element, address["host_out"], y_stride, y.element
+    def _pinned_rows(self, passes: CudaPrefill | None, top_k: int) -> PinnedRows:
+        if passes is None:
+            names = ("host_x", "host_out", "host_ids", "host_weights")
+            return PinnedRows(*(self.runner.device.address[name] for name in names), self.runner.max_rows(top_k))
+        host = passes.memory.host  # a pass has read all rows before it writes one
+        return PinnedRows(
+            host["rows"], host["rows"], host["ids"], host["weights"], passes.max_rows(top_k, from_host=True)
         )
-        self.runner.launch(step, address["host_ids"], 8, address["host_weights"], stream)
 
-    def _copy_out(self, y: HostView, start: int, stream: int) -> None:
-        self.runner.wait_for(stream)
-        rows = min(len(y.array) - start, self.runner.shape.max_rows)
-        part = y.array[start : start + rows]
-        part[...] = self._staged("host_out", np.empty(part.shape, part.dtype))
+    def _stage_host(
+        self, layer: int, x: HostView, ids: np.ndarray, weights: np.ndarray, y: HostView, start: int, pinned: PinnedRows
+    ) -> StepInput:
+        """Copy a part's arrays to mapped memory."""
+        rows = len(ids)
+        for address, array, dtype in (
+            (pinned.hidden, x.array[start : start + rows], x.array.dtype),
+            (pinned.ids, ids, np.int64), (pinned.weights, weights, np.float32),
+        ):  # fmt: skip
+            array_at(address, dtype, array.shape)[...] = array
+        x_stride, y_stride = (ITEMSIZE[view.element] * self.store.hidden for view in (x, y))
+        return StepInput(layer, rows, ids.shape[1], pinned.hidden, x_stride, x.element, pinned.out, y_stride, y.element)
+
+    def _copy_out(self, ticket: CudaTicketed) -> None:
+        self.runner.wait_for(ticket.stream)
+        assert ticket.copy_out is not None
+        part = ticket.copy_out.array[ticket.first_row : ticket.first_row + ticket.num_rows]
+        part[...] = array_at(ticket.out, part.dtype, part.shape)
 
 
 def _rows_at(view: DeviceView, start: int) -> tuple[int, int, str]:

@@ -23,7 +23,7 @@ from trilane.gpu_kernels.driver_calls import LAUNCH_ARGUMENTS, Call, make_table
 from trilane.gpu_kernels.words import HEADER_NBYTES, TYPES
 from trilane.jit import compiled, native
 
-COPY, WRITE, LAUNCH, GRAPH = range(4)
+COPY, WRITE, LAUNCH, GRAPH, WAIT = range(5)
 ENTRIES, ENTRY = 4096, 16  # of a queue; words of an entry
 HEAD, TAIL, FIRST = 0, 1, 16  # words: entries put in, entries done, the first entry
 NAP_S = 20e-6
@@ -112,11 +112,16 @@ class Stream:
             time.sleep(self.driver.copy_s)
             starts = {base for base, size in self.driver.registered.items() if base < b + c and b < base + size}
             assert len(starts) < 2, "a copy reaches from one registration into the next"
+            self.driver.copies.append((a, b, c))
             ctypes.memmove(a, b, c)
         elif kind == WRITE:
             ctypes.c_uint32.from_address(a).value = b & 0xFFFFFFFF
         elif kind == LAUNCH:
             self.driver.run_kernel(a)
+        elif kind == WAIT:
+            earlier = self.driver.streams[a]
+            while earlier.words[TAIL] < b and not self.stop:
+                time.sleep(NAP_S)
         else:
             for launch in self.driver.graphs[a]:
                 self.driver.run_kernel(launch)
@@ -150,7 +155,7 @@ class PlayedDriver:
         self.blocks, self.registered, self.streams = {}, {}, {}
         self.kernels, self.launches, self.graphs = [], {}, {}
         self.kernel_lock = threading.Lock()  # the shim's fibers are one program's
-        self.calls = {}
+        self.calls, self.copies, self.events = {}, [], {}
 
     def make_current(self):
         pass
@@ -220,11 +225,32 @@ class PlayedDriver:
         while not self.finished(earlier):
             time.sleep(NAP_S)
 
+    def make_event(self):
+        self.events[len(self.events) + 1] = None
+        return len(self.events)
+
+    def record_event(self, event, stream):
+        self.events[event] = stream, int(self.streams[stream].words[HEAD])
+
+    def wait_event(self, stream, event):
+        if self.events[event] is not None:
+            _push(stream, WAIT, *self.events[event], 0)
+
+    def event_done(self, event):
+        if self.events[event] is None:
+            return True
+        stream, count = self.events[event]
+        return self.streams[stream].words[TAIL] >= count
+
+    def destroy_event(self, event):
+        self.events[event] = None
+
     def to_device(self, destination, source, nbytes, stream):
+        _push(stream, COPY, destination, source, nbytes)
+
+    def to_host(self, destination, source, nbytes, stream):
         self.synchronize()
         ctypes.memmove(destination, source, nbytes)
-
-    to_host = to_device
 
     # -------------------------------------------------------------------------------------------- kernels
     def load_kernels(self, variant):

@@ -1,0 +1,291 @@
+"""Large batches on a played GPU: bits of the reference, each missing expert copied once, and steps as before after."""
+
+from __future__ import annotations
+
+import time
+
+import numpy as np
+import pytest
+from expert_cases import assert_same_bits, expected, profile_for, random_routing, random_store
+from played_driver import PlayedDriver
+
+import trilane.cuda_runner
+from trilane import ExpertScheduler
+from trilane.cuda_crossover import Batch, decode_us, distinct_experts, prefill_is_faster
+from trilane.plan import make_options
+from trilane.prefill_batches import copies_of, cut_batches, place_shards
+from trilane.state import check
+
+
+@pytest.fixture
+def played(monkeypatch):
+    """Opens schedulers on played GPUs; in the end states are checked and nothing is left of their memory."""
+    opened = []
+
+    def open_one(store, driver=None, **sections):
+        driver = driver or PlayedDriver()
+        monkeypatch.setattr(trilane.cuda_runner, "CudaDriver", lambda: driver)
+        sections.setdefault("cpu", {}).setdefault("threads", 1)
+        opened.append(ExpertScheduler(store, profile=profile_for(store), config=sections, device="cuda"))
+        return opened[-1]
+
+    yield open_one
+    for scheduler in opened:
+        runner = scheduler._runner
+        check(runner.state, runner.geometry)
+        scheduler.close()
+        assert not runner.driver.blocks and not runner.driver.registered and not runner.driver.streams
+
+
+def store_of(formats="q8_0", **shape):
+    return random_store(formats, **{"experts": 6, "hidden": 64, "intermediate": 288, **shape})
+
+
+class DeviceArray:
+    """An array that says it is on the GPU."""
+
+    def __init__(self, array):
+        self.array = np.ascontiguousarray(array)
+
+    @property
+    def __cuda_array_interface__(self):
+        return self.array.__array_interface__
+
+
+def random_step(store, rows, top_k=2, seed=0, layer=0):
+    rng = np.random.default_rng([seed, rows])
+    x = rng.standard_normal((rows, store.hidden)).astype(np.float32)
+    return x, *random_routing(rng, rows, top_k, store.layers[layer].num_experts)
+
+
+def run(scheduler, rows, seed=0, layer=0):
+    """A step, compared with the reference."""
+    step = random_step(scheduler.store, rows, seed=seed, layer=layer)
+    assert_same_bits(scheduler.forward(layer, *step), expected(scheduler.store, layer, *step), f"{rows} rows")
+
+
+def passes(scheduler):
+    return scheduler._runner.driver.calls.get("prefill_group", 0)
+
+
+def resident(scheduler, layer=0):
+    """(experts, shards): what the host takes for resident."""
+    with scheduler._runner.threads.holding():
+        return scheduler._runner.prefill._slot_of(layer).copy() >= 0
+
+
+def copied_shards(scheduler, since, layer=0):
+    """How often each shard of a layer was copied as a whole from the arena, (experts, shards)."""
+    where, arena = scheduler.store.layers[layer], scheduler.store.arena
+    layout, counts = where.layout, np.zeros((where.num_experts, where.layout.num_shards), int)
+    covered = np.zeros(arena.nbytes, np.int8)
+    for _, source, nbytes in scheduler._runner.driver.copies[since:]:
+        if arena.address <= source < arena.address + arena.nbytes:
+            covered[source - arena.address : source - arena.address + nbytes] += 1
+    for (expert, shard), _ in np.ndenumerate(counts):
+        start = where.offset + expert * where.stride + int(layout.shard_offset[shard])
+        part = covered[start : start + int(layout.shard_nbytes[shard])]
+        assert (part == part[0]).all(), "a shard was copied in part"
+        counts[expert, shard] = part[0]
+    return counts
+
+
+# --------------------------------------------------------------------------------------------------- bits
+@pytest.mark.parametrize("fraction", [0.0, 0.4, 1.0])
+def test_batches_and_steps_in_turn_give_the_bits_of_the_reference(played, fraction):
+    scheduler = played(
+        store_of(layers=2),
+        cache={"fraction": fraction},
+        policy={"prefill_rows": 3, "force": "stream", "admit": "always"},
+    )
+    for seed, rows in enumerate((2, 3, 2, 33, 1, 150, 2)):
+        run(scheduler, rows, seed, layer=seed % 2)
+    assert passes(scheduler) == 3
+
+
+@pytest.mark.parametrize(("formats", "kind"), [("q4_k+q6_k", "silu_glu"), ("mxfp4", "swiglu_oai")])
+def test_other_formats(played, formats, kind):
+    store = random_store(formats, kind, experts=5, hidden=256, intermediate=512)
+    scheduler = played(store, cache={"fraction": 0.3}, policy={"prefill_rows": 4})
+    for seed, rows in enumerate((2, 21, 2)):
+        run(scheduler, rows, seed)
+    assert passes(scheduler) == 1
+
+
+def test_a_large_batch_chooses_by_itself_and_takes_several_passes(played, monkeypatch):
+    monkeypatch.setattr(trilane.gpu_kernels.prefill_memory, "MAX_ROWS", 256)
+    monkeypatch.setattr(trilane.gpu_kernels.prefill_memory, "MAX_POSITIONS", 2048)
+    scheduler = played(store_of(), cache={"fraction": 0.3})
+    run(scheduler, 600)
+    assert passes(scheduler) == 3
+    run(scheduler, 2)
+    assert passes(scheduler) == 3
+
+
+@pytest.mark.parametrize("pinned", [0.0, 0.5])
+def test_pageable_experts_go_through_pinned_memory(played, monkeypatch, pinned):
+    monkeypatch.setattr(trilane.cuda_stages, "BOUNCE_NBYTES", 5000)
+    store = store_of()
+    scheduler = played(
+        store, cache={"fraction": 0.4}, host={"pin_limit": int(pinned * store.nbytes)},
+        policy={"prefill_rows": 3, "admit": "always"},
+    )  # fmt: skip
+    for seed, rows in enumerate((2, 40, 2, 7)):
+        run(scheduler, rows, seed)
+    assert passes(scheduler) == 2
+
+
+def test_copies_stay_within_one_registration(played, monkeypatch):
+    monkeypatch.setattr(trilane.gpu_kernels.pinning, "SEGMENT_NBYTES", 5 * 4096)
+    scheduler = played(store_of(), cache={"fraction": 0.4}, policy={"prefill_rows": 3})
+    assert len(scheduler._runner.driver.registered) > 4
+    run(scheduler, 20)
+
+
+def test_arrays_on_the_gpu_and_steps_that_are_still_on_their_way(played):
+    """Nothing is waited for: steps change the slot table between a batch's submission and its start."""
+    store, rng = store_of(experts=8), np.random.default_rng(2)
+    scheduler = played(
+        store,
+        PlayedDriver(copy_s=0.003),
+        cache={"slots": 4},
+        policy={"prefill_rows": 5, "force": "stream", "admit": "always"},
+    )
+    kept, wanted = [], []
+    for number in range(14):
+        x, ids, weights = random_step(store, 1 if number % 3 else 9, top_k=2, seed=number)
+        out = np.zeros_like(x)
+        arrays = [DeviceArray(a) for a in (x, rng.permutation(ids, axis=1), weights, out)]
+        kept.append((scheduler.submit(0, *arrays[:3], out=arrays[3]), arrays))
+        wanted.append(expected(store, 0, x, arrays[1].array, weights))
+    scheduler._runner.wait_for(scheduler._runner.device.work_stream)
+    for (_, arrays), want in zip(kept, wanted, strict=True):
+        assert_same_bits(arrays[3].array, want)
+    assert passes(scheduler) == 5
+
+
+def test_what_is_pageable_is_copied_while_the_stream_is_busy(played):
+    """The slot table may change before the batch gets there, and what is gone then cannot be read in place."""
+    store, driver = store_of(experts=8), PlayedDriver(copy_s=0.01)
+    scheduler = played(
+        store, driver, cache={"fraction": 0.5}, host={"pin_limit": 0},
+        policy={"prefill_rows": 5, "force": "stream", "admit": "always"},
+    )  # fmt: skip
+    run(scheduler, 2)
+    bounces = {address for address, _ in scheduler._runner.device.prefill.bounces}
+    for busy in (False, True):
+        before, here = len(driver.copies), resident(scheduler)
+        kept = []
+        for rows in (1, 9) if busy else (9,):
+            x, ids, weights = random_step(store, rows, seed=5)
+            arrays = [DeviceArray(a) for a in (x, ids, weights, np.zeros_like(x))]
+            kept.append((scheduler.submit(0, *arrays[:3], out=arrays[3]), arrays))
+        scheduler._runner.wait_for(scheduler._runner.device.work_stream)
+        assert_same_bits(arrays[3].array, expected(store, 0, x, ids, weights))
+        through = sum(nbytes for _, source, nbytes in driver.copies[before:] if source in bounces)
+        sizes = store.layers[0].layout.shard_nbytes
+        assert here.any() and through == ((~here | busy) * sizes).sum()
+
+
+# ------------------------------------------------------------------------------------------------- copies
+def test_residents_are_not_copied_again_and_the_rest_once(played):
+    scheduler = played(store_of(experts=9), cache={"fraction": 0.4}, policy={"prefill_rows": 5, "admit": "always"})
+    for seed in range(8):
+        run(scheduler, 2, seed)
+    time.sleep(0.01)
+    before, here, stats = len(scheduler._runner.driver.copies), resident(scheduler), scheduler.stats()
+    assert 0 < here.sum() < here.size
+    x, ids, weights = random_step(scheduler.store, 40)
+    ids = np.where(ids == 4, 5, ids)  # nobody is routed to 4
+    wanted = expected(scheduler.store, 0, x, ids, weights)
+    assert_same_bits(scheduler.forward(0, x, ids, weights), wanted)
+    routed = np.isin(np.arange(9), ids)[:, None]
+    counts = copied_shards(scheduler, before)
+    assert (counts == (routed & ~here)).all()
+    assert (resident(scheduler) == here).all()
+    after = scheduler.stats()
+    copied, hits = (after.lanes[lane].shards - stats.lanes[lane].shards for lane in ("stream", "hit"))
+    assert (copied, hits) == ((routed & ~here).sum(), (routed & here).sum()) and after.rows - stats.rows == 40
+
+
+def test_ids_that_only_the_gpu_knows_bring_the_whole_layer(played):
+    store = store_of(layers=2)
+    scheduler = played(store, cache={"fraction": 0.5}, policy={"prefill_rows": 5})
+    x, ids, weights = random_step(store, 8, layer=1)
+    ids, out = np.where(ids >= 0, 3, ids), np.zeros_like(x)
+    arrays = [DeviceArray(a) for a in (x, ids, weights, out)]
+    scheduler.submit(1, *arrays[:3], out=arrays[3])
+    scheduler._runner.wait_for(scheduler._runner.device.work_stream)
+    assert_same_bits(arrays[3].array, expected(store, 1, x, ids, weights))
+    assert (copied_shards(scheduler, 0, layer=1) == 1).all() and not copied_shards(scheduler, 0, layer=0).any()
+
+
+def test_everything_resident_copies_nothing(played):
+    scheduler = played(
+        store_of(), cache={"fraction": 1.0}, policy={"prefill_rows": 5, "force": "stream", "admit": "always"}
+    )
+    for seed in range(12):
+        run(scheduler, 2, seed)
+    assert resident(scheduler).all()
+    before = len(scheduler._runner.driver.copies)
+    run(scheduler, 50)
+    assert len(scheduler._runner.driver.copies) == before and passes(scheduler) == 1
+
+
+# ------------------------------------------------------------------------------------- when there is no pass
+def test_a_captured_stream_and_a_small_gpu_take_steps(played, monkeypatch):
+    scheduler = played(store_of(), cache={"fraction": 0.3}, policy={"prefill_rows": 3})
+    scheduler._runner.driver.is_capturing = lambda stream: True
+    run(scheduler, 9)
+    assert passes(scheduler) == 0
+    monkeypatch.setattr(trilane.gpu_kernels.cuda_device, "MOST_NBYTES", 20000)
+    small = played(store_of(), cache={"fraction": 0.3}, policy={"prefill_rows": 3})
+    run(small, 9)
+    assert small._runner.prefill is None and "free device memory" in small.stats().inactive["prefill"]
+
+
+def test_a_policy_without_copies_takes_steps(played):
+    scheduler = played(store_of(), policy={"prefill_rows": 3, "force": "cpu"})
+    run(scheduler, 9)
+    assert passes(scheduler) == 0
+
+
+# -------------------------------------------------------------------------------------------- arithmetic
+def test_the_crossover_follows_the_rates():
+    store = store_of(experts=128)
+    rates = profile_for(store, link=50.0, zero_copy=50.0, cpu=60.0, device=1500.0).rates(
+        "q8_0", shard_nbytes=1 << 20, threads=1
+    )
+    options = make_options()
+
+    def batch(rows, missing=1.0, copied=128.0):
+        return Batch(rows, 8, 128, copied, missing, 3e6, 170)
+
+    taken = [prefill_is_faster(rates, options, batch(rows)) for rows in (1, 15, 64, 512, 4096)]
+    assert taken == sorted(taken) and not taken[0] and taken[-1]
+    assert prefill_is_faster(rates, options, batch(512, copied=10.0))
+    assert not prefill_is_faster(rates, make_options(force="cpu"), batch(4096))
+    slow = rates._replace(stream_us_per_byte=100 * rates.stream_us_per_byte)
+    assert not prefill_is_faster(slow, options, batch(256))
+    unknown = rates._replace(stream_us_per_byte=float("inf"))
+    assert [prefill_is_faster(unknown, options, batch(rows)) for rows in (170, 171)] == [False, True]
+    assert decode_us(rates, options, batch(340)) >= 2 * decode_us(rates, options, batch(170)) * 0.99
+    assert 7.99 < distinct_experts(1, 8, 128) < 8.01 and distinct_experts(4096, 8, 128) > 127.9
+
+
+def test_batches_and_copies_of_neighbours(played):
+    scheduler = played(store_of(experts=6))
+    layer = scheduler._runner.device.layers[0]
+    missing = np.array([[1, 1], [1, 0], [0, 0], [1, 1], [1, 1], [0, 1]], bool)
+    needed = np.array([1, 1, 1, 1, 1, 1], bool)
+    batches = cut_batches(needed, missing, 3)
+    assert batches.resident.tolist() == [2] and [b.tolist() for b in batches.staged] == [[0, 1, 3], [4, 5]]
+    stride, (first, second) = layer.expert_stride, layer.layout.shard_offset.tolist()
+    copies = copies_of(layer, batches.staged[0], missing, 1 << 20)
+    starts = [0, 3 * stride]
+    assert [c.source - layer.expert_base for c in copies] == starts
+    assert [c.destination - (1 << 20) for c in copies] == [0, 2 * stride]
+    assert copies[0].nbytes == stride + int(layer.layout.shard_nbytes[0])
+    staged = place_shards(layer, batches, missing, [1 << 20, 1 << 21])
+    assert staged[0].tolist() == [1 << 20, (1 << 20) + second] and staged[1, 1] == 0 and not staged[2].any()
+    assert staged[4, 0] == 1 << 21 and staged[5, 1] == (1 << 21) + stride + second and first == 0
