@@ -80,7 +80,8 @@ class CudaSteps:
         handle = self.runner.device.work_stream if handle is None else handle
         result = empty_like(hidden, "out") if out is None else out
         y = device_rows(result, "out", self.store.hidden, x.shape[0])
-        top_k, passes = e.shape[1], self.runner.prefill_for(layer, *e.shape, handle)
+        top_k = e.shape[1]
+        passes = self.runner.prefill_for(layer, e.shape[0], top_k, handle)
         most = passes.max_rows(top_k) if passes else self.runner.max_rows(top_k)
         for start in range(0, x.shape[0], most):
             rows = min(most, x.shape[0] - start)
@@ -121,7 +122,8 @@ class CudaSteps:
     def _pinned_rows(self, passes: CudaPrefill | None, top_k: int) -> PinnedRows:
         if passes is None:
             names = ("host_x", "host_out", "host_ids", "host_weights")
-            return PinnedRows(*(self.runner.device.address[name] for name in names), self.runner.max_rows(top_k))
+            x, y, ids, weights = (self.runner.device.address[name] for name in names)
+            return PinnedRows(x, y, ids, weights, self.runner.max_rows(top_k))
         host = passes.memory.host  # a pass has read all rows before it writes one
         return PinnedRows(
             host["rows"], host["rows"], host["ids"], host["weights"], passes.max_rows(top_k, from_host=True)
