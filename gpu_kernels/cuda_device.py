@@ -279,9 +279,9 @@ class CudaDevice:
         ]
         return self.driver.encode(self._kernels[layer], launches)
 
-    def encode(self, layer: int, launches: Sequence[Launch]) -> Encoded:
-        """Launches of a layer's kernels."""
-        return self.driver.encode(self._kernels[layer], launches)
+    def encode_whole(self, layer: int, launches: Sequence[Launch]) -> Encoded:
+        """Launches of a layer's kernels that start when all that was before them has ended."""
+        return self.driver.encode(self._kernels[layer], launches, early=False)
 
     def layer_words(self, layer: int) -> np.ndarray:
         """The Layer struct."""

@@ -82,7 +82,7 @@ class Driver(Protocol):
     def to_device(self, destination: int, source: int, nbytes: int, stream: int) -> None: ...
     def to_host(self, destination: int, source: int, nbytes: int, stream: int) -> None: ...
     def load_kernels(self, variant: Any) -> int: ...
-    def encode(self, kernels: int, launches: Sequence[Launch]) -> Encoded: ...
+    def encode(self, kernels: int, launches: Sequence[Launch], early: bool = True) -> Encoded: ...
     def make_graph(self, encoded: Encoded) -> int: ...
     def destroy_graph(self, graph: int) -> None: ...
     def close(self, streams: Sequence[int] = ()) -> None: ...
@@ -299,8 +299,11 @@ class CudaDriver:
         self._modules.append(module)
         return module
 
-    def encode(self, kernels: int, launches: Sequence[Launch]) -> Encoded:
-        """Launches as the words that :func:`.driver_calls.launch_all` takes; their arguments stay as they are now."""
+    def encode(self, kernels: int, launches: Sequence[Launch], early: bool = True) -> Encoded:
+        """Launches as the words that :func:`.driver_calls.launch_all` takes; their arguments stay as they are now.
+
+        ``early``: kernels may start before the one before them has ended, where the GPU can do that.
+        """
         rows, held = [], []
         for launch in launches:
             function = self._functions[kernels, launch.kernel]
@@ -309,7 +312,7 @@ class CudaDriver:
                 self._do("cuFuncSetAttribute", function, ctypes.c_int(MAX_DYNAMIC_SHARED), shared)
             values = [np.array(argument) for argument in launch.arguments]
             pointers = np.array([value.ctypes.data for value in values], np.uint64)
-            rows.append(launch_words(function, launch, int(pointers.ctypes.data), self.starts_early))
+            rows.append(launch_words(function, launch, int(pointers.ctypes.data), early and self.starts_early))
             held.append((pointers, values))
         return Encoded(np.array(rows, np.int64), held)
 

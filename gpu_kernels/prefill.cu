@@ -4,6 +4,7 @@
 
 // One block a row.
 extern "C" __global__ void __launch_bounds__(256) prefill_rows(const __grid_constant__ Layer layer, const __grid_constant__ Step step) {
+  wait_for_earlier();
   __shared__ int bad;
   int nb = (layer.hidden + BLOCK - 1) / BLOCK, warp = threadIdx.x / 32, lane = threadIdx.x % 32;
   if (threadIdx.x == 0) bad = 0;
@@ -72,6 +73,7 @@ DEV void copy_batches(const Layer& layer, const Prefill& prefill, const Batches*
 extern "C" __global__ void __launch_bounds__(512)
     prefill_group(const __grid_constant__ Layer layer, const __grid_constant__ Step step,
                   const __grid_constant__ Prefill prefill, const Batches* batches) {
+  wait_for_earlier();
   DYNAMIC_SHARED(shared);
   __shared__ u32 hits;
   u32 *rows = (u32*)shared, *next = rows + layer.num_experts, clock = step.state->clock + 1;
@@ -90,6 +92,7 @@ extern "C" __global__ void __launch_bounds__(512)
 // 256 columns of a token: its experts in rank order.
 extern "C" __global__ void __launch_bounds__(256)
     prefill_combine(const __grid_constant__ Layer layer, const __grid_constant__ Step step, const __grid_constant__ Prefill prefill) {
+  wait_for_earlier();
   int token = blockIdx.y, column = blockIdx.x * blockDim.x + threadIdx.x;
   if (column >= layer.hidden) return;
   bool bad = step.row_bad[token] != 0;

@@ -23,6 +23,7 @@ DEV void store_hidden(const Layer& layer, const Prefill& prefill, const ShardPla
 extern "C" __global__ void __launch_bounds__(256, 2)
     prefill_up(const __grid_constant__ Layer layer, const __grid_constant__ Step step,
                const __grid_constant__ Prefill prefill, int batch, int splits, int span) {
+  wait_for_earlier();
   DYNAMIC_SHARED(shared);
   int* tokens = (int*)shared;
   uint4* staged = (uint4*)(tokens + ROW_TILE);
@@ -65,6 +66,7 @@ DEV void convert_hidden(const Layer& layer, const Prefill& prefill, int position
 extern "C" __global__ void __launch_bounds__(256)
     prefill_hidden(const __grid_constant__ Layer layer, const __grid_constant__ Step step,
                    const __grid_constant__ Prefill prefill, int batch, int splits, int span) {
+  wait_for_earlier();
   Part part;
   if (!find_part(prefill, batch, splits, span, part)) return;
   int all = part.count * layer.num_shards;
@@ -86,6 +88,7 @@ DEV void store_column(const Layer& layer, const Prefill& prefill, const Part& pa
 extern "C" __global__ void __launch_bounds__(256, 2)
     prefill_down(const __grid_constant__ Layer layer, const __grid_constant__ Step step,
                  const __grid_constant__ Prefill prefill, int batch, int splits, int span) {
+  wait_for_earlier();
   DYNAMIC_SHARED(shared);
   Part part;
   if (!find_part(prefill, batch, splits, span, part)) return;

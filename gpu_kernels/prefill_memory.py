@@ -143,7 +143,8 @@ class PrefillMemory:
         return np.ctypeslib.as_array((ctypes.c_uint8 * self._list_nbytes).from_address(address))
 
     def step_words(self, step: NDArray[np.void]) -> NDArray[np.void]:
-        """The ``Step`` of a layer with the buffers of prefill; a field that is 0 stays so."""
+        """The ``Step`` of a layer with the buffers of prefill, and no mailbox; a field that is 0 stays so."""
+        step["mail_records"] = step["mail_floats"] = 0
         for name in step_sizes(1, 1, 1):
             if step[name]:
                 step[name] = self.address[name]

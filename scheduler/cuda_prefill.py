@@ -208,14 +208,14 @@ class CudaPrefill:
         key = layer, batch, num_experts, parts
         if key not in self._kept:
             made = batch_launches(self.device.layers[layer].layout, *self._words[layer], batch, num_experts, parts)
-            self._kept[key] = self.device.encode(layer, made)
+            self._kept[key] = self.device.encode_whole(layer, made)
         self._kept.move_to_end(key)
         if len(self._kept) > KEPT_LAUNCHES:
             self._kept.popitem(last=False)
         self._put(self._kept[key], layer, stream)
 
     def _start(self, layer: int, launches: list[Launch], stream: int) -> None:
-        self._put(self.device.encode(layer, launches), layer, stream)
+        self._put(self.device.encode_whole(layer, launches), layer, stream)
 
     def _put(self, encoded: Encoded, layer: int, stream: int) -> None:
         status = encoded.launch(self.driver.table, stream)

@@ -257,7 +257,7 @@ class PlayedDriver:
         self.kernels.append(Shim(variant))
         return len(self.kernels) - 1
 
-    def encode(self, kernels, launches):
+    def encode(self, kernels, launches, early=True):
         rows, held = [], []
         for launch in launches:
             fixed = tuple(np.array(a) if isinstance(a, np.ndarray) else a for a in launch.arguments)
