@@ -246,7 +246,14 @@ class PlayedDriver:
         self.events[event] = None
 
     def to_device(self, destination, source, nbytes, stream):
-        _push(stream, COPY, destination, source, nbytes)
+        if self._is_pinned(source):
+            return _push(stream, COPY, destination, source, nbytes)
+        self.synchronize()
+        return ctypes.memmove(destination, source, nbytes)
+
+    def _is_pinned(self, address):
+        mapped = [(base, len(block)) for base, (kind, block) in self.blocks.items() if kind == "mapped"]
+        return any(base <= address < base + size for base, size in [*mapped, *self.registered.items()])
 
     def to_host(self, destination, source, nbytes, stream):
         self.synchronize()
