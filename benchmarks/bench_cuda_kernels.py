@@ -79,8 +79,7 @@ class Bench:
         self.buffers: dict[str, Any] = {n: cupy.zeros(max(64, b), cupy.uint8) for n, b in sizes.device.items()}
         self.buffers |= {name: cupy.cuda.PinnedMemory(max(64, b), 2) for name, b in sizes.mapped.items()}
         self.buffers["plans"] = cupy.cuda.PinnedMemory(32 * words.list_nbytes(self.items), 2)
-        self.buffers["updates"] = cupy.cuda.PinnedMemory(64, 2)
-        self.host_view(self.buffers["updates"].ptr, 64)[:] = 0
+        self.buffers["updates"] = cupy.cuda.PinnedMemory(64 + 2 * words.UPDATE_NBYTES * self.items, 2)
         self.x = cupy.asarray(rng.standard_normal(HIDDEN).astype(np.float32))
         self.weights = cupy.asarray(rng.dirichlet(np.ones(TOP_K)).astype(np.float32))
         self.out = cupy.zeros(HIDDEN, cupy.float32)
@@ -180,11 +179,10 @@ class Bench:
         ):
             start = self.pinned.ptr + int(expert) * self.nbytes + int(self.layout.shard_offset[shard])
             slot = self.slots.data.ptr + (rank * self.shards + shard) * self.slot_nbytes if fill else 0
-            items[i] = (start, slot, 0, 0, shard, rank, 1, 0)
+            items[i] = (start, 1, shard, slot, 1, rank, 0, 1, 1, 0)
         memory = self.host_view(self.address("plans") + offset, words.list_nbytes(self.items))
         memory[64 : 64 + items.nbytes] = items.view(np.uint8)
-        memory[:8].view(np.int32)[:] = 1, len(items)
-        self.host_view(self.address("updates"), 8).view(np.int32)[:] = 1, 0
+        memory[:12].view(np.int32)[:] = 1, len(items), 0
 
 
 def measure(bench: Bench) -> dict[str, Any]:

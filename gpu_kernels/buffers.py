@@ -9,9 +9,7 @@ from collections.abc import Mapping
 from typing import NamedTuple
 
 from trilane.cpu_kernels.formats import BLOCK
-from trilane.gpu_kernels.words import F32_BLOCK_NBYTES, HEADER_NBYTES, RECORD_NBYTES, list_nbytes
-
-UPDATE_NBYTES = 8
+from trilane.gpu_kernels.words import F32_BLOCK_NBYTES, HEADER_NBYTES, RECORD_NBYTES, UPDATE_NBYTES, list_nbytes
 
 
 class BufferSizes(NamedTuple):

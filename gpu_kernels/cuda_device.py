@@ -76,7 +76,7 @@ def _device_sizes(s: DeviceShape) -> dict[str, int]:
 
 def _mapped_sizes(s: DeviceShape) -> dict[str, int]:
     blocks, items = -(-s.hidden // BLOCK), s.max_positions * s.max_shards
-    updates = words.HEADER_NBYTES + 8 * 2 * max(s.max_items, s.max_experts * s.max_shards)
+    updates = words.HEADER_NBYTES + words.UPDATE_NBYTES * 2 * max(s.max_items, s.max_experts * s.max_shards)
     return {
         "mail": 64, "pending": updates, "acknowledged": 64, "cpu_flag": 64, "abort": 64, "error": 64,
         "updates": updates, "plan_list": words.list_nbytes(s.max_items), "copied": 64, "fill_flag": 64,

@@ -37,6 +37,7 @@ DEV void up_done(const Progress& progress, const Work& work, int index) {
 struct Stage {
   UpSpans up;
   Span side, main;  // of down
+  u8* row;          // the first row's records; null: they stay where they are
   Columns columns;
   bool has_up;  // neurons of its own; a short shard has none for its last blocks
 };
@@ -47,27 +48,41 @@ DEV Stage stage_of(const Layer& layer, const Work& work, const ShardPlace& place
   stage.up = up_spans(layer, place, shared, work.task * UP_CHUNK, UP_CHUNK);
   stage.side = span_of(behind(stage.up.up), place.down_side, place.down_side_stride, stage.columns.first, stage.columns.count);
   stage.main = span_of(behind(stage.side), place.down_main, place.down_stride, stage.columns.first, stage.columns.count);
+  stage.row = ONE_RECORD ? behind(stage.main) : nullptr;
   stage.has_up = work.task < up_chunks_of(place);
   return stage;
 }
 
-// All of it is sent for at once: first the neurons, then the columns.
-DEV void send_for(const Item& item, const Stage& sent) {
-  if (sent.has_up) {
-    stage_sides(item, sent.up);
-    stage_tile(item, sent.up);
+// Neurons, row and columns are sent for in this order, one group of copies each.
+DEV void send_for_neurons(const Item& item, const Stage& stage) {
+  if (stage.has_up) {
+    stage_sides(item, stage.up);
+    stage_tile(item, stage.up);
   }
   copies_sent();
+}
+
+DEV void send_for_row(const Layer& layer, const Step& step, const Stage& stage, int token) {
+  int nb = (layer.hidden + BLOCK - 1) / BLOCK, nbytes = nb * (UpFormat::INT8 ? RECORD : 4 * BLOCK);
+  const u8* from = (const u8*)records_of<UpFormat>(step, token, nb);
+  if (stage.row && stage.has_up)
+    for (int at = 16 * threadIdx.x; at < nbytes; at += 16 * blockDim.x) copy16(stage.row + at, from + at);
+  copies_sent();
+}
+
+DEV void send_for_columns(const Item& item, const Stage& sent) {
   stage(item, sent.side);
   stage(item, sent.main);
   copies_sent();
 }
 
 DEV void run_whole(const Layer& layer, const Step& step, const Progress& progress, const Work& work, int index,
-                   const ShardPlace& place, const Stage& stage, const FirstX& ahead) {
+                   const ShardPlace& place, const Stage& stage) {
   if (stage.has_up) {
+    FirstRow row = {stage.row, stage.row};
+    if (!stage.row) row = first_row(layer, step, work.item.first_position);
     copies_done<1>();
-    multiply_tile(layer, step, work, place, stage.up, 0, UP_CHUNK, ahead);
+    multiply_tile(layer, step, work, place, stage.up, 0, UP_CHUNK, row);
     up_done(progress, work, index);
     fill_up(work, stage.up);
     fill_sides(work, stage.up);
@@ -99,10 +114,15 @@ DEV void run_combine(const Layer& layer, const Step& step, const Progress& progr
       });
 }
 
-// `sent_for`: the shard's bytes are on their way to shared memory; `ahead` is of the first row.
+// What a block has sent for before it knew its item: neurons of a shard, and the only row's records.
+struct Early {
+  const u8* weights;  // null: nothing
+  int shard;
+};
+
 template <bool PLAN>
 DEV void run_item(const Layer& layer, const Step& step, const Progress& progress, const Work& work, int index, int count,
-                  u8* shared, const Tiles& tiles, bool sent_for, const FirstX& ahead) {
+                  u8* shared, const Tiles& tiles, const Early& early) {
   const ShardPlace& place = layer.place[work.item.shard == layer.num_shards - 1];
   if (PLAN && work.task == 0) mark_lane(layer, step, work);
   if (PLAN && !bytes_are_there(step, work)) {
@@ -111,8 +131,16 @@ DEV void run_item(const Layer& layer, const Step& step, const Progress& progress
   }
   if (tiles.whole) {
     Stage stage = stage_of(layer, work, place, shared);
-    if (!sent_for) send_for(work.item, stage);
-    run_whole(layer, step, progress, work, index, place, stage, ahead);
+    if (early.weights != work.item.weights || early.shard != work.item.shard) {
+      if (early.weights) {  // another shard's neurons are on their way to the same place
+        copies_done<0>();
+        __syncthreads();
+      }
+      send_for_neurons(work.item, stage);
+      send_for_row(layer, step, stage, step.token_of[work.item.first_position]);
+    }
+    send_for_columns(work.item, stage);
+    run_whole(layer, step, progress, work, index, place, stage);
   } else {
     run_by_tiles(layer, step, progress, work, index, place, shared, tiles);
   }
@@ -120,7 +148,7 @@ DEV void run_item(const Layer& layer, const Step& step, const Progress& progress
     if (work.task == 0 && work.item.fill) fill_tail(work.item, place);
     return;
   }
-  if (!combines_at_once(step)) return;
+  if (!work.fused) return;
   __syncthreads();
   if (threadIdx.x == 0) store_release_gpu(progress.parts + index * CHUNKS + work.task, work.clock);
   if (index == count - 1) run_combine(layer, step, progress, work.task, count, work.clock);
@@ -134,6 +162,7 @@ DEV int read_item(const Step& step, const WorkList* list, int index, Work& work)
   if (i < (int)sizeof(Item) / 4) ((u32*)&work.item)[i] = __ldcg((const u32*)((const Item*)(list + 1) + index) + i);
   if (i == 32) count = __ldcg(&list->count);
   if (i == 64) work.clock = step.state->clock;
+  if (i == 96) work.fused = combines_at_once(step);
   __syncthreads();
   return count;
 }
@@ -170,14 +199,16 @@ DEV void guess_item(const Layer& layer, const Step& step, int index, Guess& gues
   }
 }
 
-// Sends for the bytes of the hit that was guessed; those of another one are sent for again.
-DEV void send_early(const Layer& layer, const Step& step, int index, const Work& work, u8* shared, Guess& guess) {
+// Sends for the neurons of the hit that was guessed.
+DEV Early send_early(const Layer& layer, const Step& step, int index, const Work& work, u8* shared, Guess& guess) {
   if (threadIdx.x < 32) guess_item(layer, step, index, guess);
   __syncthreads();
-  if (!guess.weights) return;
-  Item item = {};  // `work` gets the real one while some threads still are here
-  item.weights = guess.weights;
-  send_for(item, stage_of(layer, work, layer.place[guess.shard == layer.num_shards - 1], shared));
+  Early early = {guess.weights, guess.shard};
+  if (!early.weights) return early;
+  Item item = {};
+  item.weights = early.weights;
+  send_for_neurons(item, stage_of(layer, work, layer.place[early.shard == layer.num_shards - 1], shared));
+  return early;
 }
 
 // Until publish has done its work; that it has ended comes a little later.
@@ -202,24 +233,20 @@ extern "C" __global__ void __launch_bounds__(256, BLOCKS)
   __shared__ Work work;
   __shared__ Guess guess;
   int index = blockIdx.x / CHUNKS;
-  if (threadIdx.x == 0) work.task = blockIdx.x % CHUNKS, guess.weights = nullptr;
+  if (threadIdx.x == 0) work.task = blockIdx.x % CHUNKS;
   __syncthreads();
-  if (guesses(step, tiles)) send_early(layer, step, index, work, shared, guess);
+  Early early = {nullptr, 0};
+  if (guesses(step, tiles)) early = send_early(layer, step, index, work, shared, guess);
   wait_for_publish(step);
   let_next_start();
-  FirstX ahead;
-  if (step.num_rows == 1) ahead = load_first(layer, step, 0);
+  if (early.weights)
+    send_for_row(layer, step, stage_of(layer, work, layer.place[early.shard == layer.num_shards - 1], shared), 0);
   int count = read_item(step, step.hits, index, work);
-  bool right = index < count && guess.weights == work.item.weights && guess.shard == work.item.shard;
-  if (guess.weights && !right) {
-    copies_done<0>();
-    __syncthreads();
-  }
-  if (index < count && step.num_rows > 1) ahead = load_first(layer, step, step.token_of[work.item.first_position]);
   if (index < count)
-    run_item<false>(layer, step, progress, work, index, count, shared, tiles, right, ahead);
-  else if (index == 0 && combines_at_once(step))
+    run_item<false>(layer, step, progress, work, index, count, shared, tiles, early);
+  else if (index == 0 && work.fused)
     run_combine(layer, step, progress, work.task, 0, work.clock);
+  copies_done<0>();  // of a hit that was none
   end_after_earlier();
 }
 
@@ -241,7 +268,6 @@ extern "C" __global__ void __launch_bounds__(256, BLOCKS)
   if (threadIdx.x < 32) wait_for_blocks(progress.relayed, 1, 1, step.state->clock);
   __syncthreads();
   int count = read_item(step, step.plan, index, work);
-  if (index >= count) return;
-  FirstX ahead = load_first(layer, step, step.num_rows == 1 ? 0 : step.token_of[work.item.first_position]);
-  run_item<true>(layer, step, progress, work, index, count, shared, tiles, false, ahead);
+  Early early = {nullptr, 0};
+  if (index < count) run_item<true>(layer, step, progress, work, index, count, shared, tiles, early);
 }

@@ -8,29 +8,19 @@ struct RowAt { const u8 *main, *side; };
 
 DEV RowAt row_at(const Rows& rows, int i) { return {main_row(rows, i), side_row(rows, i)}; }
 
-// Rows of one record's blocks: what a lane needs of the first eight, to be asked for before the weights are there.
-struct FirstX {
-  typename UpFormat::X up;
-  typename GateFormat::X gate;
-};
+constexpr bool ONE_RECORD = !HAS_GATE || GateFormat::INT8 == UpFormat::INT8;  // gate and up take the same rows
 
-template <class F> DEV typename F::X load_first_x(const void* x, int columns, int lane) {
-  int nb = (columns + BLOCK - 1) / BLOCK, g = lane >> 2;
-  return F::load_x(x, g < nb ? g : 0, lane & 3, columns);
-}
+// The first row's records, in shared memory or where publish has put them.
+struct FirstRow { const void *gate, *up; };
 
-DEV FirstX load_first(const Layer& layer, const Step& step, int token) {
-  int nb = (layer.hidden + BLOCK - 1) / BLOCK, lane = threadIdx.x % 32;
-  FirstX x;
-  x.up = load_first_x<UpFormat>(records_of<UpFormat>(step, token, nb), layer.hidden, lane);
-  if constexpr (HAS_GATE && !ONE_FORMAT)
-    x.gate = load_first_x<GateFormat>(records_of<GateFormat>(step, token, nb), layer.hidden, lane);
-  return x;
+DEV FirstRow first_row(const Layer& layer, const Step& step, int position) {
+  int token = step.token_of[position], nb = (layer.hidden + BLOCK - 1) / BLOCK;
+  return {records_of<GateFormat>(step, token, nb), records_of<UpFormat>(step, token, nb)};
 }
 
 // N rows by one warp: eight blocks at a time, four lanes each, so a lane group is an accumulator.
 template <class F, int N>
-DEV void dot_rows(const RowAt* rows, const typename F::X& first_x, const void* x, int columns, int lane, float* out) {
+DEV void dot_rows(const RowAt* rows, const void* x, int columns, int lane, float* out) {
   int nb = (columns + BLOCK - 1) / BLOCK, g = lane >> 2, t = lane & 3;
   float acc[N];
 #pragma unroll
@@ -38,7 +28,7 @@ DEV void dot_rows(const RowAt* rows, const typename F::X& first_x, const void* x
   for (int first = 0; first < nb; first += 8) {
     bool live = first + g < nb;
     int block = live ? first + g : 0;
-    typename F::X at = first == 0 ? first_x : F::load_x(x, block, t, columns);
+    typename F::X at = F::load_x(x, block, t, columns);
 #pragma unroll
     for (int j = 0; j < N; j++) {
       typename F::Piece piece = F::load(rows[j].main, rows[j].side, block, t, columns);
@@ -55,8 +45,8 @@ DEV void dot_rows(const RowAt* rows, const typename F::X& first_x, const void* x
 
 // Gate and up values of N neurons, WARPS apart from `i` on.
 template <int N>
-DEV void dot_neurons(const Rows& gate, const Rows& up, int i, const FirstX& first, const void* gate_x, const void* up_x,
-                     int columns, int lane, float* g, float* u) {
+DEV void dot_neurons(const Rows& gate, const Rows& up, int i, const void* gate_x, const void* up_x, int columns, int lane,
+                     float* g, float* u) {
   RowAt rows[2 * N];
   float out[2 * N];
 #pragma unroll
@@ -65,10 +55,10 @@ DEV void dot_neurons(const Rows& gate, const Rows& up, int i, const FirstX& firs
     if (HAS_GATE) rows[N + j] = row_at(gate, i + j * WARPS);
   }
   if constexpr (ONE_FORMAT) {
-    dot_rows<UpFormat, 2 * N>(rows, first.up, up_x, columns, lane, out);
+    dot_rows<UpFormat, 2 * N>(rows, up_x, columns, lane, out);
   } else {
-    dot_rows<UpFormat, N>(rows, first.up, up_x, columns, lane, out);
-    if constexpr (HAS_GATE) dot_rows<GateFormat, N>(rows + N, first.gate, gate_x, columns, lane, out + N);
+    dot_rows<UpFormat, N>(rows, up_x, columns, lane, out);
+    if constexpr (HAS_GATE) dot_rows<GateFormat, N>(rows + N, gate_x, columns, lane, out + N);
   }
 #pragma unroll
   for (int j = 0; j < N; j++) u[j] = out[j], g[j] = HAS_GATE ? out[N + j] : 0.0f;
@@ -77,10 +67,10 @@ DEV void dot_neurons(const Rows& gate, const Rows& up, int i, const FirstX& firs
 // Hidden values of N neurons of one row; lane j has the j-th of them.
 template <int N>
 DEV void make_hidden(const Layer& layer, const Work& work, const ShardPlace& place, const Rows& gate, const Rows& up, int i,
-                     int first, const FirstX& x, const void* gate_x, const void* up_x, float* h) {
+                     int first, const void* gate_x, const void* up_x, float* h) {
   int lane = threadIdx.x % 32;
   float gs[N], us[N];
-  dot_neurons<N>(gate, up, i, x, gate_x, up_x, layer.hidden, lane, gs, us);
+  dot_neurons<N>(gate, up, i, gate_x, up_x, layer.hidden, lane, gs, us);
   float g = gs[0], u = us[0];
   if (N > 1 && lane == 1) g = gs[N - 1], u = us[N - 1];
   if (lane >= N) return;
@@ -92,21 +82,20 @@ DEV void make_hidden(const Layer& layer, const Work& work, const ShardPlace& pla
 
 constexpr bool PAIRS = UpFormat::INT8 && sizeof(typename UpFormat::Piece) <= 48;  // two neurons fit into registers
 
-// Neurons `first` to `first + count` of the shard, for all rows; row 0 of the planes is neuron `first`, and `ahead`
-// is what was loaded of the first row's record.
+// Neurons `first` to `first + count` of the shard, for all rows; row 0 of the planes is neuron `first`.
 DEV void multiply_up(const Layer& layer, const Step& step, const Work& work, const ShardPlace& place, const Rows& gate,
-                     const Rows& up, int first, int count, const FirstX& ahead) {
+                     const Rows& up, int first, int count, const FirstRow& first_row) {
   int warp = threadIdx.x / 32, nb = (layer.hidden + BLOCK - 1) / BLOCK;
   for (int row = 0; row < work.item.num_rows; row++) {
-    int position = work.item.first_position + row, token = step.token_of[position];
-    const void *gate_x = records_of<GateFormat>(step, token, nb), *up_x = records_of<UpFormat>(step, token, nb);
+    int position = work.item.first_position + row, token = row == 0 ? 0 : step.token_of[position];
+    const void* gate_x = row == 0 ? first_row.gate : records_of<GateFormat>(step, token, nb);
+    const void* up_x = row == 0 ? first_row.up : records_of<UpFormat>(step, token, nb);
     float* h = step.h + ((i64)position * layer.num_shards + work.item.shard) * BLOCK;
-    FirstX x = row == 0 ? ahead : load_first(layer, step, token);
     int i = warp;
     if (PAIRS)
       for (; i + WARPS < count; i += 2 * WARPS)
-        make_hidden<PAIRS ? 2 : 1>(layer, work, place, gate, up, i, first, x, gate_x, up_x, h);
-    for (; i < count; i += WARPS) make_hidden<1>(layer, work, place, gate, up, i, first, x, gate_x, up_x, h);
+        make_hidden<PAIRS ? 2 : 1>(layer, work, place, gate, up, i, first, gate_x, up_x, h);
+    for (; i < count; i += WARPS) make_hidden<1>(layer, work, place, gate, up, i, first, gate_x, up_x, h);
   }
 }
 
@@ -138,11 +127,11 @@ DEV void stage_tile(const Item& item, const UpSpans& spans) {
 
 // The neurons of a tile whose rows have come; `i` is its first one in the chunk.
 DEV void multiply_tile(const Layer& layer, const Step& step, const Work& work, const ShardPlace& place, const UpSpans& spans,
-                       int i, int tile, const FirstX& ahead) {
+                       int i, int tile, const FirstRow& first_row) {
   __syncthreads();
   Rows gate = {spans.gate.shared, spans.gate_side.shared + i * layer.gate_side_stride, layer.gate_stride, layer.gate_side_stride};
   Rows up = {spans.up.shared, spans.up_side.shared + i * layer.up_side_stride, layer.up_stride, layer.up_side_stride};
-  multiply_up(layer, step, work, place, gate, up, work.task * UP_CHUNK + i, tile, ahead);
+  multiply_up(layer, step, work, place, gate, up, work.task * UP_CHUNK + i, tile, first_row);
 }
 
 DEV void fill_up(const Work& work, const UpSpans& spans) {
@@ -160,14 +149,14 @@ DEV void multiply_up_by_tiles(const Layer& layer, const Step& step, const Work& 
                               int tile) {
   int first = work.task * UP_CHUNK;
   UpSpans spans = up_spans(layer, place, shared, first, tile);
-  FirstX ahead = load_first(layer, step, step.token_of[work.item.first_position]);
+  FirstRow row = first_row(layer, step, work.item.first_position);
   stage_sides(work.item, spans);
   for (int i = 0; i < UP_CHUNK; i += tile) {
     span_tile(layer, place, spans, first + i, tile);
     stage_tile(work.item, spans);
     copies_sent();
     copies_done<0>();
-    multiply_tile(layer, step, work, place, spans, i, tile, ahead);
+    multiply_tile(layer, step, work, place, spans, i, tile, row);
     fill_up(work, spans);
     __syncthreads();
   }

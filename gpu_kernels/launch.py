@@ -12,13 +12,14 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from trilane.cpu_kernels.formats import BLOCK
 from trilane.cpu_kernels.layout import ExpertLayout
-from trilane.gpu_kernels.words import CHUNKS, TYPES, UP_CHUNK, down_chunks
+from trilane.gpu_kernels.words import CHUNKS, F32_BLOCK_NBYTES, RECORD_NBYTES, TYPES, UP_CHUNK, down_chunks
 
 PUBLISH_THREADS = 512
 EXPERTS_THREADS = COMBINE_THREADS = 256
 STAGE_NBYTES = 38 << 10  # dynamic shared memory that every GPU has beside the kernels' own
-WHOLE_NBYTES = 56 << 10  # of the 64 KiB that the smallest GPU gives a block that asks for it
+WHOLE_NBYTES = 58 << 10  # of the 64 KiB that the smallest GPU gives a block that asks for it
 GROUPING_NBYTES = 28  # of each expert, in publish
 
 Struct = NDArray[np.void]
@@ -82,9 +83,16 @@ def _down_nbytes(layout: ExpertLayout, columns: int) -> int:
     return _share(layout) * side + columns * main
 
 
+def _row_nbytes(layout: ExpertLayout) -> int:
+    """The records of one row, where gate and up take the same."""
+    kinds = {fmt.activation for fmt in (layout.gate, layout.up) if fmt is not None}
+    blocks = -(-layout.hidden // BLOCK)
+    return 0 if len(kinds) > 1 else blocks * (RECORD_NBYTES if kinds == {"int8"} else F32_BLOCK_NBYTES)
+
+
 def tiles_of(layout: ExpertLayout) -> Tiles:
     """All at once within WHOLE_NBYTES, else the largest tiles within STAGE_NBYTES, and at least two neurons."""
-    whole = _up_nbytes(layout, UP_CHUNK) + _down_nbytes(layout, _share(layout))
+    whole = _up_nbytes(layout, UP_CHUNK) + _down_nbytes(layout, _share(layout)) + _row_nbytes(layout)
     if whole <= WHOLE_NBYTES:
         return Tiles(True, UP_CHUNK, _share(layout), whole)
     up = next((n for n in (16, 8, 4) if _up_nbytes(layout, n) <= STAGE_NBYTES), 2)

@@ -1,57 +1,83 @@
 // The first block of a plan: the one that talks to the host, so that the others look at device memory only.
 //
-// A thousand blocks that read the same words of host memory queue up, some microseconds each. So one block fetches
-// the plan, changes the slot table, and asks for the sake of all whether copies are still to be waited for.
+// A thousand blocks that read the same words of host memory queue up, and each way to the host and back takes some
+// microseconds. So one block fetches the plan, all of it in one look: each of its threads reads sixteen bytes, over and
+// over, until they have the step's number in them. The host writes the number last, into each sixteen bytes.
 #pragma once
 #include "shard.cuh"
 #include "updates.cuh"
 
-// One thread: whether a list of the host's is that of this step.
-DEV bool is_there(const Step& step, const u32* sequence, int wait) {
-  if (wait) return wait_for(step, sequence, step.state->sequence);
-  return load_acquire_system(sequence) == step.state->sequence;
+constexpr int ITEM_CHUNKS = 3;  // of an item's sixteen-byte chunks, those with something in them
+constexpr int HALF = 128;       // threads for the header and the items; the others are for updates
+
+struct Relay {  // in shared memory
+  int seen, count, num_updates, torn, stop;
+};
+
+// Chunk `i` of a plan's items, and of its updates.
+DEV const uint4* item_chunk(const WorkList* list, int i) {
+  return (const uint4*)((const Item*)(list + 1) + i / ITEM_CHUNKS) + i % ITEM_CHUNKS;
+}
+DEV const uint4* update_chunk(const Updates* updates, int i) { return (const uint4*)((const Update*)(updates + 1) + i); }
+
+DEV void keep_item(const Step& step, int i, const uint4& chunk) {
+  *((uint4*)((Item*)(step.plan + 1) + i / ITEM_CHUNKS) + i % ITEM_CHUNKS) = chunk;
 }
 
-// All threads: a plan from host memory to `Step.plan`. A plan of another step becomes an empty one, and fails the step;
-// with `wait` it is waited for.
-DEV void relay_plan(const Step& step, const Progress& progress, const WorkList* list, int max_items, int wait) {
-  __shared__ int ours;
-  u32 clock = step.state->clock;
-  if (threadIdx.x == 0) {
-    ours = is_there(step, &list->sequence, wait);
+// All threads, 256 of them, with up to two updates an item: the plan from host memory to `Step.plan`, its updates to the slot table. A plan of another
+// step becomes an empty one, and fails the step; with `wait` it is waited for.
+DEV void relay_plan(const Step& step, const Progress& progress, const WorkList* list, const Updates* updates, int max_items,
+                    int wait) {
+  __shared__ Relay relay;
+  u32 clock = *(const volatile u32*)&step.state->clock, sequence = *(const volatile u32*)&step.state->sequence;
+  int thread = threadIdx.x, own = thread < HALF ? thread - 1 : thread - HALF;
+  const uint4* at = thread == 0 ? (const uint4*)list
+                    : thread < HALF ? item_chunk(list, min(own, max_items * ITEM_CHUNKS - 1))
+                                    : update_chunk(updates, min(own, 2 * max_items - 1));
+  uint4 chunk;
+  for (u32 looks = 1;; looks++) {
+    chunk = load16_system(at);
+    if (thread == 0) {
+      relay = {chunk.x == sequence, min((int)chunk.y, max_items), (int)chunk.z, 0, !wait};
+      if ((looks & 63u) == 0 && step.abort && load_acquire_system(step.abort)) relay.stop = 1;
+    }
+    __syncthreads();
+    int mine = thread < HALF ? relay.count * ITEM_CHUNKS : relay.num_updates;
+    if (relay.seen && thread > 0 && own < mine && chunk.z != sequence) relay.torn = 1;
+    __syncthreads();
+    bool whole = relay.seen && !relay.torn, ends = whole || relay.stop;
+    __syncthreads();
+    if (ends) break;
+    rest();
+  }
+  bool ours = relay.seen && !relay.torn;
+  int count = ours ? relay.count : 0, chunks = count * ITEM_CHUNKS, num_updates = ours ? relay.num_updates : 0;
+  if (thread > 0 && thread < HALF && own < chunks) keep_item(step, own, chunk);
+  for (int i = HALF - 1 + thread; i < chunks; i += blockDim.x) keep_item(step, i, load16_system(item_chunk(list, i)));
+  if (thread == 0) {
+    step.plan->count = count;
     if (!ours) fail(step, clock, wait ? ERROR_ABORTED : ERROR_STALE_PLAN);
   }
   __syncthreads();
-  int count = min(*(const volatile int*)&list->count, max_items);
-  int words = ours ? count * (int)(sizeof(Item) / 4) : 0;
-  for (int i = threadIdx.x; i < words; i += blockDim.x) ((u32*)(step.plan + 1))[i] = ((const volatile u32*)(list + 1))[i];
-  if (threadIdx.x == 0) step.plan->count = ours ? count : 0;
-  __syncthreads();
-  if (threadIdx.x == 0) store_release_gpu(progress.relayed, clock);
-}
-
-// All threads: the slot table as the plan wants it, for the look-ups of later steps.
-DEV void run_updates(const Step& step, const Updates* updates, int wait) {
-  __shared__ int ours;
-  if (threadIdx.x == 0) {
-    ours = is_there(step, &updates->sequence, wait);
-    if (!ours) fail(step, step.state->clock, wait ? ERROR_ABORTED : ERROR_STALE_PLAN);
+  if (thread == 0) store_release_gpu(progress.relayed, clock);
+  if (thread >= HALF && own < num_updates) step.table[chunk.x] = (int)chunk.y;
+  for (int i = HALF + thread; i < num_updates; i += blockDim.x) {
+    uint4 update = load16_system(update_chunk(updates, i));
+    step.table[update.x] = (int)update.y;
   }
-  __syncthreads();
-  if (ours) apply_updates(step.table, updates);
 }
 
 // One thread: until every copy has landed, or the host says that nothing will come any more.
 DEV void watch_copies(const Step& step) {
   const Item* items = (const Item*)(step.plan + 1);
   for (int i = 0; i < step.plan->count; i++)
-    if (items[i].flag && !wait_for(step, items[i].flag, items[i].flag_value))
+    if (items[i].flag && !wait_for(step, items[i].flag, items[i].sequence))
       return fail(step, step.state->clock, ERROR_ABORTED);
 }
 
 // One thread of another block: until an item's copy has landed; false if the step has failed.
 DEV bool wait_for_copy(const Step& step, const Work& work) {
-  while (load_acquire_system(work.item.flag) != work.item.flag_value) {
+  while (load_acquire_system(work.item.flag) != work.item.sequence) {
     if (*(const volatile u32*)&step.state->failed == work.clock) return false;
     rest();
   }
@@ -70,7 +96,6 @@ DEV bool bytes_are_there(const Step& step, const Work& work) {
 // The first block's work.
 DEV void tend_plan(const Step& step, const Progress& progress, const WorkList* list, const Updates* updates, int max_items,
                    int wait) {
-  relay_plan(step, progress, list, max_items, wait);
-  run_updates(step, updates, wait);
+  relay_plan(step, progress, list, updates, max_items, wait);
   if (threadIdx.x == 0) watch_copies(step);
 }

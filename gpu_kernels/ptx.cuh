@@ -43,6 +43,12 @@ DEV u32 load_acquire_system(const u32* word) {
   return value;
 }
 
+DEV uint4 load16_system(const void* at) {  // in one piece, and not from a cache
+  uint4 v;
+  asm volatile("ld.volatile.global.v4.u32 {%0, %1, %2, %3}, [%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "l"(at) : "memory");
+  return v;
+}
+
 DEV void store_release_gpu(u32* word, u32 value) {
   asm volatile("st.release.gpu.global.u32 [%0], %1;" ::"l"(word), "r"(value) : "memory");
 }

@@ -21,6 +21,7 @@ struct Work {
   Item item;
   int task;  // which chunk of the item
   u32 clock;
+  bool fused;  // whether the last item's blocks combine
 };
 
 struct Rows {  // planes of a matrix, from the row that the caller counts from 0

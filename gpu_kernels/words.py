@@ -41,12 +41,13 @@ _STRUCTS: Mapping[str, tuple[tuple[str, str], ...]] = {
         ("int", "gate_side_stride"), ("int", "up_stride"), ("int", "up_side_stride"), ("int", "unused"),
         ("ShardPlace[2]", "place"),
     ),
-    "Item": (
-        ("const u8*", "weights"), ("u8*", "fill"), ("const u32*", "flag"), ("u32", "flag_value"), ("int", "shard"),
-        ("int", "first_position"), ("int", "num_rows"), ("int[6]", "unused"),
+    "Item": (  # sixteen bytes at a time, each with the step's number, so that they can be read in one look
+        ("const u8*", "weights"), ("u32", "sequence"), ("int", "shard"), ("u8*", "fill"), ("u32", "sequence_2"),
+        ("int", "first_position"), ("const u32*", "flag"), ("u32", "sequence_3"), ("int", "num_rows"),
+        ("int[4]", "unused"),
     ),
-    "WorkList": (("u32", "sequence"), ("int", "count"), ("int[14]", "unused")),
-    "Update": (("int", "entry"), ("int", "slot")),
+    "WorkList": (("u32", "sequence"), ("int", "count"), ("int", "num_updates"), ("int[13]", "unused")),
+    "Update": (("int", "entry"), ("int", "slot"), ("u32", "sequence"), ("int", "unused")),
     "Updates": (("u32", "sequence"), ("int", "count"), ("int[14]", "unused")),
     "State": (
         ("u32", "clock"), ("u32", "sequence"), ("u32", "missing"), ("u32", "num_groups"), ("u32", "failed"),
@@ -96,7 +97,7 @@ def _make_types() -> Mapping[str, np.dtype[Any]]:
 
 
 TYPES: Mapping[str, np.dtype[Any]] = _make_types()
-ITEM_NBYTES = TYPES["Item"].itemsize
+ITEM_NBYTES, UPDATE_NBYTES = TYPES["Item"].itemsize, TYPES["Update"].itemsize
 HEADER_NBYTES = TYPES["WorkList"].itemsize
 
 

@@ -20,7 +20,7 @@ from trilane.cpu_kernels.jobs import ENDED, TIMED_OUT, job_error, post_job, wait
 from trilane.cpu_kernels.words import TeamJob, copy_bytes, word
 from trilane.cuda_fills import copy_by_segment, tend_fills
 from trilane.cuda_mail import num_groups_of, take_mail
-from trilane.cuda_plan import NUM_COPIES, NUM_CPU, NUM_ITEMS, NUM_UPDATES, lay_out_plan, release_list
+from trilane.cuda_plan import NUM_COPIES, NUM_CPU, lay_out_cpu, lay_out_plan, release_plan
 from trilane.cuda_words import END, Control, Failure, Fault, Marks, Place, fail, u32_at
 from trilane.eviction import settle_expert, touch_expert
 from trilane.gpu_kernels.driver_calls import set_context, write_value
@@ -50,14 +50,14 @@ def answer_mail(run, rates):
     plan_ns = mono_ns() - begin
     wire.control[Control.PLANNED_NS] = plan_ns
     marks = Marks(run.work.lane, run.work.slot, run.work.victim, run.work.run)
-    lay_out_plan(wire, run.tables, run.ws, g, marks, run.geometry.first_shard[layer], layer, num_experts)
+    lay_out_plan(wire, run.tables, g, marks, run.geometry.first_shard[layer], layer, num_experts)
     sequence = wire.control[Control.SEQUENCE]
+    wire.control[Control.COPIES] = wire.counts[NUM_COPIES]
+    release_plan(wire)
+    wire.control[Control.RELEASED_NS] = mono_ns() - begin
+    lay_out_cpu(wire, run.tables, run.ws, g, marks, layer, num_experts)
     ticket = _post_team(wire, run.tables, run.ws, g, layer, num_experts)
     wire.control[Control.POSTED_NS] = mono_ns() - begin
-    wire.control[Control.COPIES] = wire.counts[NUM_COPIES]
-    release_list(wire.places[Place.PLAN_LIST], wire.counts[NUM_ITEMS], sequence)
-    release_list(wire.places[Place.UPDATES], wire.counts[NUM_UPDATES], sequence)
-    wire.control[Control.RELEASED_NS] = mono_ns() - begin
     _issue_copies(wire, sequence)
     wire.control[Control.COPIED_NS] = mono_ns() - begin
     if _await_team(wire, ticket):

@@ -37,7 +37,7 @@ def begin_fills(run):
     kept = victims = 0
     for k in range(num):
         if fills.victim[k] >= 0:
-            add_update(run.wire.places[Place.PENDING], victims, fills.victim[k], -1)
+            add_update(run.wire.places[Place.PENDING], victims, fills.victim[k], -1, 0)
             victims += 1
         source, nbytes = _source(run.geometry, run.tables, fills.shard[k])
         if source + nbytes <= run.wire.places[Place.PINNED_END]:
@@ -115,7 +115,7 @@ def _tend_copies(wire, geometry, tables, shards, slots):
     num = wire.control[Control.NUM_FILLS]
     if done == num:
         for k in range(num):
-            add_update(wire.places[Place.PENDING], k, shards[k], slots[k])
+            add_update(wire.places[Place.PENDING], k, shards[k], slots[k], 0)
         _post(wire, num, Stage.VALIDATING)
         return True
     wire.control[Control.FILLS_DONE], wire.control[Control.FILL_COUNT] = done + 1, begun + 1

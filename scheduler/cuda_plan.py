@@ -16,22 +16,27 @@ from trilane.cuda_words import (
     COUNT,
     ITEM_FILL,
     ITEM_FLAG,
-    ITEM_FLAG_VALUE,
     ITEM_POSITION,
     ITEM_ROWS,
+    ITEM_SEQUENCE,
+    ITEM_SEQUENCE_2,
+    ITEM_SEQUENCE_3,
     ITEM_SHARD,
     ITEM_WEIGHTS,
+    PLAN_UPDATES,
     SEQUENCE,
+    UPDATE_ENTRY,
+    UPDATE_SEQUENCE,
+    UPDATE_SLOT,
     Control,
     Place,
 )
 from trilane.expert import HIT, STREAM, UNPLACED, ZERO_COPY
-from trilane.gpu_kernels.words import HEADER_NBYTES, ITEM_NBYTES
+from trilane.gpu_kernels.words import HEADER_NBYTES, ITEM_NBYTES, UPDATE_NBYTES
 from trilane.host_step import lay_out_shard, source_address
 from trilane.jit import compiled
 
 NOTHING, IN_SLOT, IN_PLACE, COPIED, ON_CPU = range(5)  # what becomes of a shard
-UPDATE_NBYTES = 8
 NUM_ITEMS, NUM_UPDATES, NUM_COPIES, NUM_CPU = range(4)  # places in CudaStep.counts
 
 
@@ -62,33 +67,46 @@ def fate_of(wire, tables, grouping, marks, layer, i, j):
 
 
 @compiled(counted=False)
-def lay_out_plan(wire, tables, ws, grouping, marks, first_shard, layer, num_experts):
-    """Write items, changes and copies, and the CPU lane's blocks; their numbers go to ``wire.counts``.
+def lay_out_plan(wire, tables, grouping, marks, first_shard, layer, num_experts):
+    """Write items, changes and copies; their numbers go to ``wire.counts``, and each shard's fate to ``wire.fates``.
 
     Items come in the order in which they can start: what is in VRAM or read in place, then what is copied.
     ``first_shard`` is the layer's.
     """
     wire.counts[:] = 0
+    num_shards, copied = tables.num_shards[layer], 0
     for i in range(num_experts):
-        for j in range(tables.num_shards[layer]):
+        for j in range(num_shards):
             fate = fate_of(wire, tables, grouping, marks, layer, i, j)
-            if fate == ON_CPU:
-                lay_out_shard(tables, ws, grouping, marks, layer, i, j, wire.counts[NUM_CPU])
-                wire.counts[NUM_CPU] += 1
-            elif fate == IN_SLOT or fate == IN_PLACE:
+            wire.fates[i * num_shards + j] = fate
+            copied += fate == COPIED
+            if fate == IN_SLOT or fate == IN_PLACE:
                 _add_item(wire, tables, grouping, marks, layer, i, j, fate)
             if fate != NOTHING and fate != ON_CPU:
                 _add_updates(wire, tables, grouping, marks, first_shard, layer, i, j)
+    if copied == 0:
+        return
     for i in range(num_experts):
         left = 0  # shards of the copy in hand
-        for j in range(tables.num_shards[layer]):
-            if fate_of(wire, tables, grouping, marks, layer, i, j) == COPIED:
+        for j in range(num_shards):
+            if wire.fates[i * num_shards + j] == COPIED:
                 left = _add_copied(wire, tables, grouping, marks, layer, i, j, left)
 
 
 @compiled(counted=False)
+def lay_out_cpu(wire, tables, ws, grouping, marks, layer, num_experts):
+    """Write the CPU lane's blocks; their number goes to ``wire.counts``."""
+    num_shards = tables.num_shards[layer]
+    for i in range(num_experts):
+        for j in range(num_shards):
+            if wire.fates[i * num_shards + j] == ON_CPU:
+                lay_out_shard(tables, ws, grouping, marks, layer, i, j, wire.counts[NUM_CPU])
+                wire.counts[NUM_CPU] += 1
+
+
+@compiled(counted=False)
 def _add_item(wire, tables, grouping, marks, layer, i, j, fate):
-    """One item of the work list; a copied one waits for the newest copy."""
+    """One item of the work list, its number last in each sixteen bytes; a copied one waits for the newest copy."""
     at = i * tables.num_shards[layer] + j
     item = wire.places[Place.PLAN_LIST] + HEADER_NBYTES + ITEM_NBYTES * wire.counts[NUM_ITEMS]
     wire.counts[NUM_ITEMS] += 1
@@ -96,13 +114,16 @@ def _add_item(wire, tables, grouping, marks, layer, i, j, fate):
     in_slot = wire.places[Place.SLOTS] + slot * wire.places[Place.SLOT_NBYTES] if slot >= 0 else 0
     source = source_address(tables, layer, grouping.experts[i], j)
     flag = wire.places[Place.COPY_FLAGS] + 4 * (wire.counts[NUM_COPIES] - 1)
+    sequence = np.int32(wire.control[Control.SEQUENCE])
     set_word(item + ITEM_WEIGHTS, 0, source if fate == IN_PLACE else in_slot)
-    set_word(item + ITEM_FILL, 0, in_slot if fate == IN_PLACE else 0)
-    set_word(item + ITEM_FLAG, 0, flag if fate == COPIED else 0)
-    store32_at(item + ITEM_FLAG_VALUE, np.int32(wire.control[Control.SEQUENCE]))
     store32_at(item + ITEM_SHARD, np.int32(j))
+    store32_at(item + ITEM_SEQUENCE, sequence)
+    set_word(item + ITEM_FILL, 0, in_slot if fate == IN_PLACE else 0)
     store32_at(item + ITEM_POSITION, np.int32(grouping.first_position[i]))
+    store32_at(item + ITEM_SEQUENCE_2, sequence)
+    set_word(item + ITEM_FLAG, 0, flag if fate == COPIED else 0)
     store32_at(item + ITEM_ROWS, np.int32(grouping.rows[i]))
+    store32_at(item + ITEM_SEQUENCE_3, sequence)
 
 
 @compiled(counted=False)
@@ -129,20 +150,29 @@ def _add_updates(wire, tables, grouping, marks, first_shard, layer, i, j):
     slot = marks.slot[at]
     if slot < 0:
         return
-    shard = first_shard + grouping.experts[i] * tables.num_shards[layer] + j
+    shard, sequence = first_shard + grouping.experts[i] * tables.num_shards[layer] + j, wire.control[Control.SEQUENCE]
     if marks.lane[at] != HIT and marks.victim[at] >= 0:
-        add_update(wire.places[Place.UPDATES], wire.counts[NUM_UPDATES], marks.victim[at], -1)
+        add_update(wire.places[Place.UPDATES], wire.counts[NUM_UPDATES], marks.victim[at], -1, sequence)
         wire.counts[NUM_UPDATES] += 1
-    add_update(wire.places[Place.UPDATES], wire.counts[NUM_UPDATES], shard, slot)
+    add_update(wire.places[Place.UPDATES], wire.counts[NUM_UPDATES], shard, slot, sequence)
     wire.counts[NUM_UPDATES] += 1
 
 
 @compiled(counted=False)
-def add_update(updates, index, entry, slot):
-    """One change of the slot table."""
-    pair = updates + HEADER_NBYTES + UPDATE_NBYTES * index
-    store32_at(pair, np.int32(entry))
-    store32_at(pair + 4, np.int32(slot))
+def add_update(updates, index, entry, slot, sequence):
+    """One change of the slot table, its list's number last."""
+    update = updates + HEADER_NBYTES + UPDATE_NBYTES * index
+    store32_at(update + UPDATE_ENTRY, np.int32(entry))
+    store32_at(update + UPDATE_SLOT, np.int32(slot))
+    store32_at(update + UPDATE_SEQUENCE, np.int32(sequence))
+
+
+@compiled(counted=False)
+def release_plan(wire):
+    """Say that the plan's items and changes are complete."""
+    plan = wire.places[Place.PLAN_LIST]
+    store32_at(plan + PLAN_UPDATES, np.int32(wire.counts[NUM_UPDATES]))
+    release_list(plan, wire.counts[NUM_ITEMS], wire.control[Control.SEQUENCE])
 
 
 @compiled(counted=False)

@@ -130,6 +130,7 @@ class Wire(NamedTuple):
     counts: np.ndarray  # int64 (4,): of the plan that is being written, see cuda_plan.py
     missing: np.ndarray  # int64 by group: bits of missing shards
     copies: np.ndarray  # int64 (items, 3): source, destination, bytes
+    fates: np.ndarray  # int8 (items,): of the plan in hand, see cuda_plan.py
 
 
 class Marks(NamedTuple):
@@ -178,10 +179,11 @@ def _offset(struct: str, field: str) -> int:
 BEGIN, END, LAYER = (_offset("Mailbox", name) for name in ("begin", "end", "layer"))
 NUM_ROWS, TOP_K, CLOCK = (_offset("Mailbox", name) for name in ("num_rows", "top_k", "clock"))
 NUM_GROUPS, NUM_MISSING = (_offset("Mailbox", name) for name in ("num_groups", "num_missing"))
-ITEM_WEIGHTS, ITEM_FILL, ITEM_FLAG = (_offset("Item", name) for name in ("weights", "fill", "flag"))
-ITEM_FLAG_VALUE, ITEM_SHARD = (_offset("Item", name) for name in ("flag_value", "shard"))
-ITEM_POSITION, ITEM_ROWS = (_offset("Item", name) for name in ("first_position", "num_rows"))
-SEQUENCE, COUNT = (_offset("WorkList", name) for name in ("sequence", "count"))
+ITEM_WEIGHTS, ITEM_SHARD, ITEM_SEQUENCE = (_offset("Item", name) for name in ("weights", "shard", "sequence"))
+ITEM_FILL, ITEM_POSITION, ITEM_SEQUENCE_2 = (_offset("Item", name) for name in ("fill", "first_position", "sequence_2"))
+ITEM_FLAG, ITEM_ROWS, ITEM_SEQUENCE_3 = (_offset("Item", name) for name in ("flag", "num_rows", "sequence_3"))
+UPDATE_ENTRY, UPDATE_SLOT, UPDATE_SEQUENCE = (_offset("Update", name) for name in ("entry", "slot", "sequence"))
+SEQUENCE, COUNT, PLAN_UPDATES = (_offset("WorkList", name) for name in ("sequence", "count", "num_updates"))
 assert (SEQUENCE, COUNT) == (_offset("Updates", "sequence"), _offset("Updates", "count"))
 
 

@@ -76,7 +76,7 @@ class LayerOnDevice:
         positions = max_rows * self.top_k
         row_nbytes = 4 * max_rows * (self.hidden + 8)
         device = {"x": row_nbytes, "ids": 8 * positions, "weights": 4 * positions, "out": row_nbytes, **sizes.device}
-        lists = {"plan_list": words.list_nbytes(self.max_items), "updates": 64 + 8 * self.num_slots}
+        lists = {"plan_list": words.list_nbytes(self.max_items), "updates": 64 + 32 * self.max_items}
         mapped = {**sizes.mapped, **lists}
         fills = dict.fromkeys((*sizes.zeroed, *lists), 0)
         self.at = {name: self.backend.device(nbytes, fills.get(name, POISON)) for name, nbytes in device.items()}
@@ -178,8 +178,10 @@ class LayerOnDevice:
                     continue
                 items.append(self._item(expert, shard, first, rows, lanes[expert, shard], sequence, updates))
         items.sort(key=lambda item: item["flag"] != 0)
+        self.at["plan_list"].array[8:12].view(np.int32)[0] = len(updates)
+        rows = np.array([(*pair, sequence, 0) for pair in updates], TYPES["Update"])
+        self._write_list("updates", sequence, rows)
         self._write_list("plan_list", sequence, np.array(items, TYPES["Item"]))
-        self._write_list("updates", sequence, np.array(updates, TYPES["Update"]))
         self.at["cpu_flag"].array[:4].view(np.uint32)[0] = sequence
         return items
 
@@ -187,6 +189,7 @@ class LayerOnDevice:
         item = np.zeros((), TYPES["Item"])
         data = self.shard_bytes(expert, shard)
         item["shard"], item["first_position"], item["num_rows"] = shard, first, rows
+        item["sequence"] = item["sequence_2"] = item["sequence_3"] = sequence
         item["weights"] = data.ctypes.data
         if lane in (STREAM, FILL):
             slot = self.free.pop()
@@ -196,7 +199,7 @@ class LayerOnDevice:
             item["fill"] = address
         if lane == STREAM:
             self._copy_to_slot(slot, data)
-            item["weights"], item["flag"], item["flag_value"] = address, self.at["cpu_flag"].address, sequence
+            item["weights"], item["flag"] = address, self.at["cpu_flag"].address
         return item
 
     def _copy_to_slot(self, slot, data):

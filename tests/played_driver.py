@@ -301,12 +301,12 @@ class PlayedDriver:
         if not state["missing"]:
             return
         if launch.kernel == "experts_plan":
-            items, updates = int(launch.arguments[4]), int(launch.arguments[5])
-            self._await(step, updates, state["sequence"])
+            items = int(launch.arguments[4])
+            self._await(step, items, state["sequence"])
             for k in range(u32(items + 4)):
                 item = struct_at("Item", items + HEADER_NBYTES + TYPES["Item"].itemsize * k)
                 if item["flag"]:
-                    self._await(step, item["flag"], item["flag_value"])
+                    self._await(step, item["flag"], item["sequence"])
         elif launch.kernel == "combine":
             self._await(step, step["cpu_flag"], state["sequence"])
 

@@ -253,7 +253,7 @@ def test_pending_updates_are_applied_after_the_look_up_and_acknowledged(backend_
     slot = device.free.pop()
     device._copy_to_slot(slot, device.shard_bytes(expert, 1))
     pending = device.at["pending"].array
-    pending[64:72].view(np.int32)[:] = expert * 2 + 1, slot
+    pending[64:72].view(np.int32)[:] = expert * 2 + 1, slot  # of sixteen bytes
     pending[:8].view(np.int32)[:] = 7, 1
     device.begin(routing)
     assert device.at["acknowledged"].array[:4].view(np.uint32)[0] == 7

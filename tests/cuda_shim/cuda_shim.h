@@ -265,6 +265,7 @@ template <class T> static inline T __ldcs(const T* at) { return *at; }
 template <class T> static inline T __ldcg(const T* at) { return *at; }
 static inline u32 load_acquire_gpu(const u32* word) { return *(const volatile u32*)word; }
 static inline u32 load_acquire_system(const u32* word) { return *(const volatile u32*)word; }
+static inline uint4 load16_system(const void* at) { uint4 v; memcpy(&v, at, 16); return v; }
 static inline void store_release_gpu(u32* word, u32 value) { *(volatile u32*)word = value; }
 static inline void store_release_system(u32* word, u32 value) { *(volatile u32*)word = value; }
 static inline void __threadfence() {}
