@@ -1,10 +1,10 @@
 """Prefill on a GPU: a layer of many rows against the link's time for its bytes, by rows and by what is resident.
 
-Method: the link's rate is that of copies of a stage's size from the pinned store to the stages, in the same run. Passes are
-put on a stream with ids in device memory, so all experts count. `alone` is one pass from submission to its end, the
-median; `in a row` is the share of several behind each other, as layers of a model are. Their ratio to the bound
-(missing bytes / link) is what counts; with everything resident the time is that of the arithmetic. Bits are compared with
-the host device's, and decode steps (parts of the batch) are timed beside.
+Method: the link's rate is that of copies of a stage's size from the pinned store to the stages, in the same run. Passes
+are put on a stream with ids in device memory, so all experts count. `alone` is one pass from submission to its end, the
+median; `in a row` is the share of several behind each other, as layers of a model are. The ratio to the bound (missing
+bytes / link) is what counts; with everything resident the time is that of the arithmetic. Bits are compared with those
+of the host device, and decode steps (parts of the batch) are timed beside.
 
     python -m benchmarks.bench_prefill [--quick] [--rows 512 ...]
 """
@@ -189,7 +189,9 @@ def main(argv=None, shape=SHAPE):
                 profile = scheduler.profile
                 print(runner.driver.describe(), f"store {store.nbytes / 1e6:.0f} MB, {runner.notes() or 'all fits'}")
                 memory = runner.prefill.memory.shape
-                print(f"stages of {memory.stage_nbytes / 1e6:.1f} MB, passes of up to {memory.max_rows} rows", flush=True)
+                print(
+                    f"stages of {memory.stage_nbytes / 1e6:.1f} MB, passes of up to {memory.max_rows} rows", flush=True
+                )
                 check_bits(scheduler, min(rows))
             gb_s = link_gb_s(runner, repeats)
             print(f"\n{resident_part(scheduler):.0%} resident; link {gb_s:.1f} GB/s")

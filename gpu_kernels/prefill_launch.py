@@ -24,6 +24,7 @@ COLUMNS = EXPERTS_THREADS // 4  # of a block of prefill_down
 HIDDEN_BLOCKS = 4  # of prefill_hidden, for each part of an expert
 X_NBYTES = 96  # of what a lane multiplies one block with, at most
 DOWN_ROWS = SHARDS_AT_ONCE = 8  # in shared memory at once
+MOST_SPLITS, MOST_GRID_ROWS = 16, 65535  # parts of an expert; blockIdx.y
 SPAN_FACTOR = 4  # a part has so many times the average rows of an expert: skewed experts are split, others are not
 
 
@@ -37,7 +38,8 @@ class Parts(NamedTuple):
 def parts_of(num_rows: int, top_k: int, num_experts: int) -> Parts:
     """Parts for a step in which an expert may have anything from no row to all of them."""
     average = -(-num_rows * top_k // num_experts)
-    span = -(-SPAN_FACTOR * average // ROW_TILE) * ROW_TILE
+    splits = max(1, min(MOST_SPLITS, MOST_GRID_ROWS // num_experts))
+    span = -(-max(SPAN_FACTOR * average, -(-num_rows // splits)) // ROW_TILE) * ROW_TILE
     return Parts(max(1, -(-num_rows // span)), span)
 
 

@@ -22,8 +22,8 @@ class Batch:
     Attributes
     ----------
     rows, top_k, num_experts : int
-    copied : float
-        Experts that prefill would copy.
+    considered : float
+        Experts that prefill would look at, all of which are copied where they are missing.
     missing : float
         Part of the layer's bytes that is not resident.
     expert_nbytes : float
@@ -34,7 +34,7 @@ class Batch:
     rows: int
     top_k: int
     num_experts: int
-    copied: float
+    considered: float
     missing: float
     expert_nbytes: float
     step_rows: int
@@ -83,17 +83,26 @@ def _known(us_per_byte: float) -> float:
     return us_per_byte if us_per_byte < inf else 0.0
 
 
-def prefill_us(rates: Rates, batch: Batch) -> float:
-    """``fixed + bytes over the link``: what is computed beside the copies is less, but for the last experts."""
-    nbytes = batch.copied * batch.missing * batch.expert_nbytes
+def prefill_us(rates: Rates, batch: Batch, submit_us: float = 0.0) -> float:
+    """``submission + fixed + max(missing bytes over the link, bytes of the experts on the device) + the last experts``.
+
+    The device reads an expert's weights once for many rows, and does so beside the copies but for the last ones.
+    """
+    nbytes = batch.considered * batch.missing * batch.expert_nbytes
     copies = rates.stream_fix_us + nbytes * rates.stream_us_per_byte if nbytes else 0.0
-    return float(rates.step_fix_us + copies + batch.expert_nbytes * _known(rates.hit_us_per_byte))
+    hit = _known(rates.hit_us_per_byte)
+    experts = min(batch.considered, distinct_experts(batch.rows, batch.top_k, batch.num_experts))
+    device = experts * batch.expert_nbytes * hit
+    return float(submit_us + rates.step_fix_us + max(copies, device) + batch.expert_nbytes * hit)
 
 
-def prefill_is_faster(rates: Rates, options: Options, batch: Batch) -> bool:
-    """Whether to stream the layer; never where there is less than a row an expert, or the link may not be used."""
+def prefill_is_faster(rates: Rates, options: Options, batch: Batch, submit_us: float = 0.0) -> bool:
+    """Whether to stream the layer; never where there is less than a row an expert, or the link may not be used.
+
+    ``submit_us`` is what the host takes to submit a pass.
+    """
     if batch.rows * batch.top_k < batch.num_experts or not lane_allowed(options, STREAM):
         return False
     if rates.stream_us_per_byte == inf:  # pageable experts, say, were not measured
         return batch.rows > batch.step_rows
-    return prefill_us(rates, batch) < decode_us(rates, options, batch)
+    return prefill_us(rates, batch, submit_us) < decode_us(rates, options, batch)

@@ -7,8 +7,10 @@ and cannot be, is copied unless the stream is idle. Slots are read and never fil
 
 from __future__ import annotations
 
+import time
 from collections import OrderedDict
 from collections.abc import Callable
+from math import inf
 from typing import Any
 
 import numpy as np
@@ -31,9 +33,10 @@ from trilane.gpu_kernels.prefill_launch import (
     sum_launch,
     write_batches,
 )
+from trilane.gpu_kernels.prefill_memory import STAGES
 from trilane.host_runner import StepInput
 from trilane.plan import Options
-from trilane.prefill_batches import Batches, Bools, Ints, copies_of, cut_batches, place_shards
+from trilane.prefill_batches import Batches, Bools, Copy, Ints, cut_batches, place_shards
 from trilane.state import State
 from trilane.stats import NUM_LANES, LaneTotal, Total
 
@@ -55,6 +58,11 @@ class CudaPrefill:
         Rows from which on a batch goes this way; "auto": where it is faster.
     check : callable
         Raises if nothing runs any more.
+
+    Attributes
+    ----------
+    submit_us : float
+        The least that the host has taken to submit a pass; 0 before the first.
     """
 
     def __init__(
@@ -70,7 +78,7 @@ class CudaPrefill:
         assert device.prefill is not None and device.pinned is not None
         self.device, self.memory, self.driver = device, device.prefill, device.driver
         self.launches, self.threads, self.state, self.totals = launches, threads, state, totals
-        self.from_rows, self._check = from_rows, check
+        self.from_rows, self.submit_us, self._check = from_rows, 0.0, check
         self.stages = Stages(self.driver, self.memory, device.pinned, check)
         self._kept: OrderedDict[tuple[Any, ...], Encoded] = OrderedDict()
         self._words = [self._layer_words(layer) for layer in range(len(device.layers))]
@@ -126,7 +134,7 @@ class CudaPrefill:
         missing = float((known < 0).mean()) if len(known) else 0.0
         nbytes = float(self.device.layers[layer].layout.shard_nbytes.sum())
         batch = Batch(rows, top_k, len(slot_of), len(known), missing, nbytes, step_rows)
-        return prefill_is_faster(rates, options, batch)
+        return prefill_is_faster(rates, options, batch, self.submit_us)
 
     def _slot_of(self, layer: int) -> np.ndarray:
         """Slots of a layer's shards, (experts, shards); negative: not resident."""
@@ -140,23 +148,25 @@ class CudaPrefill:
     ) -> None:
         """Put a pass on a stream; all addresses are the GPU's. ``experts``: those routed to, where they are known."""
         self._check()
+        begin = time.perf_counter()
         with device_errors():
             self.launches.order(stream, capturing=False)
             address, read = self.stages.take_list()
             needed, missing = self._look(step, stream, experts)
             batches = cut_batches(needed, missing, self.memory.shape.stage_nbytes // self._stride(step.layer))
             turn = self.stages.take(len(batches.staged))
-            at = [self.memory.stages[stage] for stage in turn]
-            staged = place_shards(self.device.layers[step.layer], batches, missing, at or [0])
-            write_batches(self.memory.list_array(address), staged, batches.in_order)
+            places = [self.memory.stages[stage] for stage in turn[:STAGES]] or self.memory.stages
+            staged, copies = place_shards(self.device.layers[step.layer], batches, missing, places)
             if turn:  # the link starts before anything else
-                self._fill(step.layer, batches, missing, turn, 0)
+                self.stages.fill(turn[0], copies[0])
+            write_batches(self.memory.list_array(address), staged, batches.in_order)
             words = self.memory.step_words(self.launches.step_words(step, ids, id_nbytes, weights))
             layer_words, _, prefill = self._words[step.layer]
             self._start(step.layer, begin_launches(layer_words, words, prefill, address), stream)
             self.driver.record_event(read, stream)
-            self._run_batches(step, batches, missing, turn, stream)
+            self._run_batches(step, batches, copies, turn, stream)
             self._start(step.layer, [sum_launch(layer_words, words, prefill)], stream)
+        self.submit_us = min(self.submit_us or inf, 1e6 * (time.perf_counter() - begin))
 
     def _stride(self, layer: int) -> int:
         return self.device.layers[layer].expert_stride
@@ -185,19 +195,17 @@ class CudaPrefill:
         self.totals[Total.ROWS] += step.num_rows
         self.totals[Total.MISS_STEPS] += bool(missing.any())
 
-    def _fill(self, layer: int, batches: Batches, missing: Bools, turn: list[int], k: int) -> None:
-        where, stage = self.device.layers[layer], self.memory.stages[turn[k]]
-        self.stages.fill(turn[k], copies_of(where, batches.staged[k], missing, stage))
-
-    def _run_batches(self, step: StepInput, batches: Batches, missing: Bools, turn: list[int], stream: int) -> None:
+    def _run_batches(
+        self, step: StepInput, batches: Batches, copies: list[list[Copy]], turn: list[int], stream: int
+    ) -> None:
         """What needs no copy first, then stage after stage, the next one's copies beside it."""
         parts = parts_of(step.num_rows, step.top_k, self.device.layers[step.layer].num_experts)
-        ahead = len(batches.in_order) - len(batches.staged)
+        ahead = 1 if len(batches.resident) else 0
         if ahead:
             self._compute(step.layer, 0, len(batches.resident), parts, stream)
         for k, experts in enumerate(batches.staged):
             if k:
-                self._fill(step.layer, batches, missing, turn, k)
+                self.stages.fill(turn[k], copies[k])
             self.stages.wait(turn[k], stream)
             self._compute(step.layer, ahead + k, len(experts), parts, stream)
             self.stages.free(turn[k], stream)

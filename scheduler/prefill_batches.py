@@ -5,6 +5,7 @@ A stage holds whole experts side by side, each as it lies in the arena, so neigh
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -17,18 +18,26 @@ Ints = NDArray[np.int64]
 
 
 class Batches(NamedTuple):
-    """The experts of a pass.
+    """The experts of a pass, ascending.
 
     Attributes
     ----------
     resident : int64 array
         Those of which nothing is copied.
-    staged : list of int64 arrays
-        The others, ascending, by the stage that they fill.
+    copied : int64 array
+        The others; they fill stages in this order.
+    per_stage : int
+        Experts that fit in one.
     """
 
     resident: Ints
-    staged: list[Ints]
+    copied: Ints
+    per_stage: int
+
+    @property
+    def staged(self) -> list[Ints]:
+        """The copied ones by stage."""
+        return [self.copied[k : k + self.per_stage] for k in range(0, len(self.copied), self.per_stage)]
 
     @property
     def in_order(self) -> list[Ints]:
@@ -59,32 +68,47 @@ def cut_batches(needed: Bools, missing: Bools, per_stage: int) -> Batches:
         Shards to copy, of needed experts only.
     """
     copied = missing.any(axis=1)
-    experts = np.flatnonzero(copied)
-    staged = [experts[k : k + per_stage] for k in range(0, len(experts), per_stage)]
-    return Batches(np.flatnonzero(needed & ~copied), staged)
+    return Batches(np.flatnonzero(needed & ~copied), np.flatnonzero(copied), per_stage)
 
 
-def place_shards(layer: DeviceLayer, batches: Batches, missing: Bools, stages: list[int]) -> NDArray[np.uint64]:
-    """Where each shard is copied to, uint64 (experts, shards), 0: not at all.
+def place_shards(
+    layer: DeviceLayer, batches: Batches, missing: Bools, stages: Sequence[int]
+) -> tuple[NDArray[np.uint64], list[list[Copy]]]:
+    """Where shards are copied to, and the copies of each stage in turn.
 
-    ``stages`` are the stages' addresses in the order in which the batches take them, again and again.
+    Parameters
+    ----------
+    stages : sequence of int
+        Addresses, in the order in which they are filled, again and again.
+
+    Returns
+    -------
+    staged : uint64 (experts, shards)
+        0: not copied.
+    copies : list of lists of Copy
+        Neighbouring shards are one copy.
     """
+    experts, index = batches.copied, np.arange(len(batches.copied))
+    turn, offsets = index // batches.per_stage, layer.layout.shard_offset
+    bases = np.asarray(stages, np.int64)[turn % len(stages)] + layer.expert_stride * (index % batches.per_stage)
     staged = np.zeros(missing.shape, np.uint64)
-    offsets = layer.layout.shard_offset
-    for k, experts in enumerate(batches.staged):
-        places = stages[k % len(stages)] + layer.expert_stride * np.arange(len(experts))[:, None] + offsets[None, :]
-        staged[experts] = np.where(missing[experts], places, 0)
-    return staged
+    staged[experts] = np.where(missing[experts], bases[:, None] + offsets[None, :], 0)
+    return staged, _copies(layer, batches, missing, turn, bases)
 
 
-def copies_of(layer: DeviceLayer, experts: Ints, missing: Bools, stage: int) -> list[Copy]:
-    """The copies that bring the missing shards of a batch to its stage; neighbouring shards are one copy."""
-    at, shard = np.nonzero(missing[experts])
-    keys = experts[at] * missing.shape[1] + shard
-    first = np.flatnonzero(np.diff(keys, prepend=-2) != 1)
+def _copies(layer: DeviceLayer, batches: Batches, missing: Bools, turn: Ints, bases: Ints) -> list[list[Copy]]:
+    """Runs of shards that are neighbours in the arena and in one stage, by stage."""
+    made: list[list[Copy]] = [[] for _ in batches.staged]
+    at, shard = np.nonzero(missing[batches.copied])
+    if not len(at):
+        return made
+    keys = batches.copied[at] * missing.shape[1] + shard
+    first = np.flatnonzero((np.diff(keys, prepend=-2) != 1) | (np.diff(turn[at], prepend=-1) != 0))
     last = np.append(first[1:], len(keys)) - 1
-    offsets, sizes = layer.layout.shard_offset, layer.layout.shard_nbytes
-    sources = layer.expert_base + layer.expert_stride * experts[at] + offsets[shard]
-    places = stage + layer.expert_stride * at + offsets[shard]
-    nbytes = sources[last] + sizes[shard[last]] - sources[first]
-    return [Copy(*row) for row in np.stack([sources[first], places[first], nbytes], axis=1).tolist()]
+    offsets = layer.layout.shard_offset[shard]
+    sources = layer.expert_base + layer.expert_stride * batches.copied[at] + offsets
+    nbytes = sources[last] + layer.layout.shard_nbytes[shard[last]] - sources[first]
+    table = np.stack([turn[at[first]], sources[first], (bases[at] + offsets)[first], nbytes], axis=1)
+    for stage, source, place, size in table.tolist():
+        made[stage].append(Copy(source, place, size))
+    return made

@@ -13,7 +13,7 @@ import trilane.cuda_runner
 from trilane import ExpertScheduler
 from trilane.cuda_crossover import Batch, decode_us, distinct_experts, prefill_is_faster
 from trilane.plan import make_options
-from trilane.prefill_batches import copies_of, cut_batches, place_shards
+from trilane.prefill_batches import cut_batches, place_shards
 from trilane.state import check
 
 
@@ -115,7 +115,7 @@ def test_other_formats(played, formats, kind):
 def test_a_large_batch_chooses_by_itself_and_takes_several_passes(played, monkeypatch):
     monkeypatch.setattr(trilane.gpu_kernels.prefill_memory, "MAX_ROWS", 256)
     monkeypatch.setattr(trilane.gpu_kernels.prefill_memory, "MAX_POSITIONS", 2048)
-    scheduler = played(store_of(), cache={"fraction": 0.3})
+    scheduler = played(store_of(intermediate=64), cache={"fraction": 0.3})
     run(scheduler, 600)
     assert passes(scheduler) == 3
     run(scheduler, 2)
@@ -258,15 +258,16 @@ def test_the_crossover_follows_the_rates():
     )
     options = make_options()
 
-    def batch(rows, missing=1.0, copied=128.0):
-        return Batch(rows, 8, 128, copied, missing, 3e6, 170)
+    def batch(rows, missing=1.0, considered=128.0):
+        return Batch(rows, 8, 128, considered, missing, 3e6, 170)
 
     taken = [prefill_is_faster(rates, options, batch(rows)) for rows in (1, 15, 64, 512, 4096)]
     assert taken == sorted(taken) and not taken[0] and taken[-1]
-    assert prefill_is_faster(rates, options, batch(512, copied=10.0))
+    assert prefill_is_faster(rates, options, batch(512, considered=10.0))
     assert not prefill_is_faster(rates, make_options(force="cpu"), batch(4096))
     slow = rates._replace(stream_us_per_byte=100 * rates.stream_us_per_byte)
     assert not prefill_is_faster(slow, options, batch(256))
+    assert not prefill_is_faster(rates, options, batch(512), submit_us=1e6)
     unknown = rates._replace(stream_us_per_byte=float("inf"))
     assert [prefill_is_faster(unknown, options, batch(rows)) for rows in (170, 171)] == [False, True]
     assert decode_us(rates, options, batch(340)) >= 2 * decode_us(rates, options, batch(170)) * 0.99
@@ -281,11 +282,12 @@ def test_batches_and_copies_of_neighbours(played):
     batches = cut_batches(needed, missing, 3)
     assert batches.resident.tolist() == [2] and [b.tolist() for b in batches.staged] == [[0, 1, 3], [4, 5]]
     stride, (first, second) = layer.expert_stride, layer.layout.shard_offset.tolist()
-    copies = copies_of(layer, batches.staged[0], missing, 1 << 20)
-    starts = [0, 3 * stride]
-    assert [c.source - layer.expert_base for c in copies] == starts
-    assert [c.destination - (1 << 20) for c in copies] == [0, 2 * stride]
-    assert copies[0].nbytes == stride + int(layer.layout.shard_nbytes[0])
-    staged = place_shards(layer, batches, missing, [1 << 20, 1 << 21])
+    staged, copies = place_shards(layer, batches, missing, [1 << 20, 1 << 21])
+    assert [c.source - layer.expert_base for c in copies[0]] == [0, 3 * stride]
+    assert [c.destination - (1 << 20) for c in copies[0]] == [0, 2 * stride]
+    assert copies[0][0].nbytes == stride + int(layer.layout.shard_nbytes[0])
+    assert [(c.source - layer.expert_base, c.destination - (1 << 21)) for c in copies[1]] == [
+        (4 * stride, 0), (5 * stride + second, stride + second),
+    ]  # fmt: skip
     assert staged[0].tolist() == [1 << 20, (1 << 20) + second] and staged[1, 1] == 0 and not staged[2].any()
     assert staged[4, 0] == 1 << 21 and staged[5, 1] == (1 << 21) + stride + second and first == 0
