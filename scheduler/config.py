@@ -108,15 +108,22 @@ class CacheConfig(_Section):
     )
     nbytes: Size | None = Field(default=None, description="bytes of device memory for slots, e.g. '4.5GiB'")
     pool: Literal["shared", "layer"] = Field(default="shared", description="one pool for all layers, or one a layer")
-    eviction: Literal["lru", "decayed_frequency"] = Field(
-        default="decayed_frequency",
-        description="who goes first: the least recently, or the least often used of late",
+    eviction: Literal["lru", "decayed_frequency", "predicted"] = Field(
+        default="predicted",
+        description="who goes first: least recently used, least often of late, or least likely to come",
     )
     half_life_steps: float = Field(
         default=16.0,
         gt=0,
         allow_inf_nan=False,
-        description="steps after which a use counts half (decayed_frequency)",
+        description="steps after which a use counts half (decayed_frequency, predicted)",
+    )
+    prediction: float = Field(
+        default=3.0,
+        ge=0,
+        le=1000,
+        allow_inf_nan=False,
+        description="weight of what is foretold for the next step against use of late (predicted)",
     )
 
     @model_validator(mode="after")
@@ -153,6 +160,13 @@ class PolicyConfig(_Section):
     prefill_rows: Annotated[int, Field(ge=1, le=MAX_COUNT)] | Literal["auto"] = Field(
         default="auto",
         description="rows from which on a GPU streams whole layers past the slots; auto: where that is faster",
+    )
+    split: Literal["makespan", "ratio"] = Field(
+        default="makespan",
+        description="misses over the lanes by the least step time, or by the ratio of rates alone",
+    )
+    background: bool = Field(
+        default=True, description="these fills also bring what was missed of late, not hints alone"
     )
 
     @model_validator(mode="after")

@@ -27,7 +27,7 @@ from trilane.gpu_kernels.driver_calls import set_context, write_value
 from trilane.host_step import cut_tasks, point_rows
 from trilane.jit import compiled, native
 from trilane.journal import write_plan
-from trilane.planner import plan_layer
+from trilane.planner import learn_step, plan_layer
 from trilane.stash import on_stashes
 from trilane.state import LRU
 
@@ -64,6 +64,7 @@ def answer_mail(run, rates):
         store32_at(wire.places[Place.CPU_FLAG], np.int32(sequence))
     wire.control[Control.ANSWERED_NS] = mono_ns() - begin
     wire.control[Control.ANSWERED] = sequence
+    learn_step(run.state, run.geometry, run.options, layer, g.experts, num_experts)
     write_plan(run.journal, run.geometry, layer, clock, g.experts, g.rows, num_experts, run.work)
     run.lane_us[:] = 0.0
     account_wave(run.totals, run.work, run.ws, run.lane_us)

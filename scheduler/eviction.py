@@ -2,19 +2,21 @@
 
 All shards of an expert are used together, so experts are ordered and not shards. A score only changes when its
 expert is used: LRU keeps the clock of the last use; decayed frequency adds a *growing* unit for each use, which
-orders experts as the decaying sum would without touching the others. Ties go to the lower expert key, so that
+orders experts as the decaying sum would without touching the others; "predicted" adds to that what the experts
+which were just used foretell (`followers`). Ties go to the lower expert key, so that
 the order never depends on history. This file moves no slots.
 """
 
 from __future__ import annotations
 
 from trilane.expert import decision
-from trilane.state import DECAYED_FREQUENCY, HELD, HINTED, INDEX, LRU
+from trilane.state import GIVEN, HELD, HINTED, INDEX, LRU, RAISED
 
 RESCALE_AT = 2.0**512
 RESCALE_BY = 2.0**-512  # a power of two: exact, so that rescaling changes no order
 NOT_HELD = 0xFF ^ HELD
 NOT_HINTED = 0xFF ^ HINTED
+NOT_RAISED = 0xFF ^ RAISED
 
 
 @decision(inline=True)
@@ -36,10 +38,13 @@ def advance_clock(state, clock):
     if ticks < 0:
         raise ValueError("the clock ran backwards: pass a running count of layer-steps")
     state.clock[0] = clock
-    if state.eviction != DECAYED_FREQUENCY:
+    if state.eviction == LRU or state.eviction == GIVEN:
         return
     if ticks > 8 * state.max_jump:  # 2048 half lives: nothing of the past is left
         state.score[:] = 0.0
+        state.boost[:] = 0
+        for e in range(state.flags.size):
+            state.flags[e] &= NOT_RAISED
         state.unit[0] = 1.0
         _rebuild_heaps(state)
         return
@@ -57,6 +62,8 @@ def _rescale(state):
     state.unit[0] *= RESCALE_BY
     for e in range(state.score.size):
         state.score[e] *= RESCALE_BY
+    for layer in range(state.boost_unit.size):
+        state.boost_unit[layer] *= RESCALE_BY
     _rebuild_heaps(state)
 
 
@@ -76,7 +83,7 @@ def score_if_used(state, expert):
     """The score that a use now would give."""
     if state.eviction == LRU:
         return float(state.clock[0])
-    if state.flags[expert] & HINTED:
+    if state.flags[expert] & HINTED or state.eviction == GIVEN:
         return state.score[expert]
     return state.score[expert] + state.unit[0]
 
@@ -163,7 +170,7 @@ def touch_expert(state, geometry, expert, clock):
 
 @decision(inline=True)
 def settle_expert(state, pool, expert):
-    """Restore the heap's order after an expert's score rose."""
+    """Restore the heap's order after an expert's score changed."""
     i = state.heap_pos[expert]
     if i >= 0:
         first, size = state.first_heap[pool], state.heap_size[pool]

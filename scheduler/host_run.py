@@ -23,7 +23,7 @@ from trilane.host_step import CPU_NS, Tables, lay_out_step, point_rows, set_comb
 from trilane.jit import compiled
 from trilane.journal import Journal, write_plan, write_wave
 from trilane.plan import Options, Work
-from trilane.planner import plan_layer, plan_wave
+from trilane.planner import learn_step, plan_layer, plan_wave
 from trilane.records import record
 from trilane.routing import Grouping, group_rows
 from trilane.state import State
@@ -131,7 +131,9 @@ def open_step(run, rates):
         positions += g.rows[i]
     point_rows(run.tables, run.ws, g, layer, positions, step[Step.INT8_STRIDE], step[Step.FLOATS_STRIDE])
     run.lane_us[:] = 0.0
-    return post_wave(run)
+    status = post_wave(run)
+    learn_step(run.state, run.geometry, run.options, layer, g.experts, num_experts)  # while the lanes run
+    return status
 
 
 @compiled(counted=False)

@@ -30,6 +30,7 @@ from trilane.cpu_kernels.isa import available_isas
 from trilane.cpu_kernels.words import LinkJob, Piece
 from trilane.errors import ConfigError, DeviceError, Problem
 from trilane.expert import Outcome, Plan
+from trilane.fill_budget import FillBudget
 from trilane.host_run import (
     DONE,
     FAILED,
@@ -48,7 +49,7 @@ from trilane.host_step import LINK_NS
 from trilane.host_tables import make_tables, store_geometry
 from trilane.journal import StoryEntry, expert_story, last_plan, make_journal
 from trilane.plan import Options, make_work
-from trilane.planner import abandon_step, plan_fills
+from trilane.planner import abandon_step, plan_background, plan_fills
 from trilane.policy import empty_state, num_slots, policy_options
 from trilane.recorder import Recorder
 from trilane.residency import drop_fill, land_fill
@@ -130,6 +131,8 @@ class HostRunner:
         self._open = False  # a step was begun, and neither finished nor abandoned
         self._left: dict[str, int] = {}  # tickets of an abandoned step's lanes, which may still be at work
         self._fills: list[tuple[int, int]] = []
+        self._is_own_fill = False  # they are the policy's, not a hint's
+        self._budget = FillBudget()
         self._reserve(FIRST_ROWS, 1)
         self.reset()
         self._compile()
@@ -149,6 +152,7 @@ class HostRunner:
             (self._close_step, (0,)),
             (abandon_step, (state, geometry, 0, experts, 0, self._work)),
             (plan_fills, (state, geometry, self.options, 0, experts, 0, 0, self._fill_work)),
+            (plan_background, (state, geometry, self.options, 0, self._fill_work)),
             (land_fill, (state, geometry, 0, 0)),
             (drop_fill, (state, geometry, 0, 0)),
             (set_flag, (0, 0)),
@@ -252,15 +256,15 @@ class HostRunner:
 
     def begin(self, step: StepInput) -> bool:
         """Group, publish, plan, and start the lanes; False, and nothing done, where an id does not exist."""
-        self.settle_fills()
-        if self.recorder is not None:
-            self.recorder.ready()
         self._step[Step.LAYER : Step.OUT_ELEMENT + 1] = (
             step.layer, step.num_rows, step.top_k, step.hidden, step.hidden_stride,
             ELEMENTS[step.hidden_element], step.out, step.out_stride, ELEMENTS[step.out_element],
         )  # fmt: skip
         if self._group_step(self._run.address) < 0:
             return False
+        self.settle_fills()
+        if self.recorder is not None:
+            self.recorder.ready()
         self._open = True
         try:
             if step.num_rows > ROWS_IN_CALLER:
@@ -290,6 +294,8 @@ class HostRunner:
             self.device.combine(self.ws, int(self._step[Step.NUM_ROWS]))
             self._close_step(self._run.address)
         self._open = False
+        if self.options.background and self.state.num_wanted[0] > 0:
+            self._start_background()
 
     @property
     def step_us(self) -> float:
@@ -392,16 +398,35 @@ class HostRunner:
         if self.recorder is not None:
             self.recorder.hint(layer, experts, num, w)
         if num:
-            self._post_fills(layer)
+            self._post_fills()
         return num
 
-    def _post_fills(self, layer: int) -> None:
+    def _start_background(self) -> None:
+        """Use the time until the next step for what was missed of late, as much of it as landed the last times."""
+        if self._fills or not self._budget.allows():
+            return
+        if self.recorder is not None:
+            self.recorder.ready()
+        try:
+            w = self._fill_work
+            num = int(plan_background(self.state, self.geometry, self.options, self._budget.most, w))
+            self._fills = [(int(w.fill_slot[i]), int(w.fill_shard[i])) for i in range(num)]
+            if self.recorder is not None:
+                self.recorder.background(self._budget.most, num, w)
+            if num:
+                self._is_own_fill = True
+                self._post_fills()
+        except BaseException:
+            self._lose_track()
+            raise
+
+    def _post_fills(self) -> None:
         pieces = np.zeros((len(self._fills), Piece.SIZE), np.int64)
         self._landed = np.zeros(len(self._fills), np.int64)
-        layout, shards = self.store.layers[layer].layout, int(self.geometry.num_shards[layer])
-        first = int(self.geometry.first_shard[layer])
         for index, (slot, shard) in enumerate(self._fills):
-            expert, j = divmod(shard - first, shards)
+            layer = int(np.searchsorted(self.geometry.first_shard, shard, side="right")) - 1
+            layout = self.store.layers[layer].layout
+            expert, j = divmod(shard - int(self.geometry.first_shard[layer]), int(self.geometry.num_shards[layer]))
             nbytes = int(layout.shard_nbytes[j])
             source = self.tables.expert_base[layer] + expert * self.tables.expert_stride[layer]
             piece = pieces[index]
@@ -422,6 +447,9 @@ class HostRunner:
             return
         self.device.settle_background(let_end=let_end)
         fills, self._fills = self._fills, []
+        if self._is_own_fill:
+            self._is_own_fill = False
+            self._budget.learn(len(fills), int(self._landed.sum()))
         if self.recorder is not None:
             self.recorder.settled(self._landed.astype(bool).tolist())
         try:

@@ -49,7 +49,7 @@ def block_missing(state, geometry, options, step, work):
         expert = (first + step.experts[i]) & INDEX
         if state.flags[expert] & HELD:  # not what an earlier wave is done with
             slots -= state.resident[expert]
-        refused = asks and state.score[expert] < price
+        refused = asks and work.worth[i] < price
         if work.missing[i] > 0 and (refused or fills > 0):
             at = i * num_shards
             _block(state.slot_of, work.lane, geometry.first_shard[layer], step.experts[i], at, num_shards, refused)

@@ -7,8 +7,9 @@ from __future__ import annotations
 
 from trilane.eviction import count_use, hold_expert
 from trilane.expert import HIT, SKIP, UNPLACED, decision
+from trilane.followers import ONE
 from trilane.residency import NO_PRICE, empty_slot, slot_price
-from trilane.state import INDEX
+from trilane.state import HELD, INDEX, MOST_FOLLOWED
 
 
 @decision(inline=True)
@@ -28,6 +29,7 @@ def look_up(state, geometry, step, work):
         hold_expert(state, state.pool_of[layer], expert)
         work.reuse[i] = state.score[expert]
         count_use(state, expert)
+        work.worth[i] = state.score[expert]
         number = int(state.resident[expert])
         work.missing[i] = work.open[i] = num_shards - number
         work.open_nbytes[i], work.open_runs[i] = whole, 1.0
@@ -50,6 +52,25 @@ def look_up(state, geometry, step, work):
         row_nbytes += size * step.rows[i]
     work.num_hits[0] = num_hits
     work.hits[0], work.hits[1] = float(nbytes), float(row_nbytes)
+    if state.follower.shape[1] > 0 and step.num_experts <= MOST_FOLLOWED:
+        _foresee(state, first, layer, step.experts, step.num_experts, work.worth, work.reuse, work.tally)
+
+
+@decision
+def _foresee(state, first, layer, experts, num_experts, worth, reuse, tally):
+    """What the experts are worth with what this step itself foretells (`followers` tells the scores later)."""
+    for i in range(num_experts):
+        row = (first + experts[i]) & INDEX
+        for j in range(state.follower.shape[1]):  # without branches
+            follower = int(state.follower[row, j])
+            is_held = int(state.flags[(first + follower) & INDEX]) & HELD
+            tally[follower] += int(state.follow_rate[row, j]) * is_held
+    unit = state.unit[0] * state.prediction / (ONE * max(1, num_experts))
+    for i in range(num_experts):
+        expert = (first + experts[i]) & INDEX
+        worth[i] += tally[experts[i]] * unit - float(state.boost[expert]) * state.boost_unit[layer]
+        reuse[i] = worth[i]
+        tally[experts[i]] = 0
 
 
 @decision(inline=True)

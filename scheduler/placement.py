@@ -6,7 +6,7 @@ Follows the link order run by run of neighbouring shards; what is refused a slot
 from __future__ import annotations
 
 from trilane.expert import CPU, STREAM, UNPLACED, ZERO_COPY, decision
-from trilane.plan import NUM_COPIES, NUM_EVICTIONS, NUM_FILLS, NUM_MISSING, allows
+from trilane.plan import NUM_COPIES, NUM_EVICTIONS, NUM_FILLS, NUM_MISSING, NUM_RUNS, allows
 from trilane.residency import NO_PRICE, claim_slots, fill_slot
 from trilane.state import INDEX
 
@@ -104,12 +104,13 @@ def _place_run(state, geometry, options, step, work, i, j, shard, lane, number):
     taken = 0
     if (lane == STREAM or (lane == ZERO_COPY and options.fills)) and state.slot_of[shard] == -1:
         expert = geometry.first_expert[layer] + step.experts[i]
-        score = state.score[expert] if asks else NO_PRICE
+        score = work.worth[i] if asks else NO_PRICE
         taken = claim_slots(state, geometry, pool, score, number, work.slot, at)
         if taken > 1:
             _sort_slots(work.slot, at, at + taken)
         _fill_run(state, geometry, step, work, at, shard, j, taken, lane == STREAM)
         state.resident[expert] += taken
+        work.counts[NUM_RUNS] += 1 if lane == STREAM and taken > 0 else 0
     if lane == STREAM:
         _give_lane(work, at, j, taken, step.rows[i], lane)
         at, j, number = at + taken, j + taken, number - taken

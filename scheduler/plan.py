@@ -24,7 +24,9 @@ NUM_COPIES = 5
 NUM_FILLS = 6
 NUM_EVICTIONS = 7
 NUM_MISSING = 8
+NUM_RUNS = 9
 ADMITS = ("always", "score")
+SPLITS = ("makespan", "ratio")
 
 
 @record
@@ -42,7 +44,13 @@ class Options(NamedTuple):
     slack_runs : float
         How many copies' fixed cost a step may lose to fetch the experts with most expected reuse.
     max_fills : int
-        Most shards that one `plan_fills` reserves slots for.
+        Most shards that one `plan_fills` or `plan_background` reserves slots for.
+    by_ratio : bool
+        Split by the rates' ratio alone, as a fixed rule does (`split.ratio_split`); for comparisons.
+    background : bool
+        Whether idle link time fills slots with what was missed of late.
+    counts_copies : bool
+        Whether the split expects as many copies as plans needed of late (`State.scatter`).
     """
 
     lanes: int
@@ -50,6 +58,9 @@ class Options(NamedTuple):
     fills: bool
     slack_runs: float
     max_fills: int
+    by_ratio: bool
+    background: bool
+    counts_copies: bool
 
 
 def make_options(
@@ -60,16 +71,33 @@ def make_options(
     fills: bool = True,
     slack_runs: float = 1.0,
     max_fills: int = 1 << 30,
+    split: str = "makespan",
+    background: bool = False,
+    counts_copies: bool = True,
 ) -> Options:
-    """Options from names: ``force`` sends every miss to one lane, ``admit`` is "always" or "score"."""
+    """Options from names: ``force`` sends every miss to one lane, ``admit`` is "always" or "score".
+
+    ``split`` is "makespan", the least step, or "ratio", a fixed rule.
+    """
     chosen = [force] if force is not None else list(lanes)
     wrong = [name for name in chosen if name not in LANE_NAMES[1:]]
     if wrong or not chosen:
         raise ValueError(f"lanes for misses are {chosen}: use one or more of {', '.join(LANE_NAMES[1:])}")
     if admit not in ADMITS:
         raise ValueError(f"admit is {admit!r}: use one of {', '.join(ADMITS)}")
+    if split not in SPLITS:
+        raise ValueError(f"split is {split!r}: use one of {', '.join(SPLITS)}")
     mask = sum({1 << LANE_NAMES.index(name) for name in chosen})
-    return Options(mask, admit == "score", bool(fills), float(slack_runs), int(max_fills))
+    return Options(
+        lanes=mask,
+        admit_by_score=admit == "score",
+        fills=bool(fills),
+        slack_runs=float(slack_runs),
+        max_fills=int(max_fills),
+        by_ratio=split == "ratio",
+        background=bool(background),
+        counts_copies=bool(counts_copies),
+    )
 
 
 @decision(inline=True)
@@ -93,7 +121,8 @@ class Work(NamedTuple):
     run : int32
         At the first shard of each copy, how many neighbouring shards it moves to neighbouring slots; else 0.
     counts : int64 (16,)
-        Shards by lane, then NUM_UNPLACED, NUM_COPIES, NUM_FILLS, NUM_EVICTIONS, NUM_MISSING.
+        Shards by lane, then NUM_UNPLACED, NUM_COPIES, NUM_FILLS, NUM_EVICTIONS, NUM_MISSING, NUM_RUNS (of
+        neighbouring shards streamed; no fewer copies than these).
     lane_nbytes, lane_row_nbytes : float64 (4,)
         Bytes, and rows x bytes, by lane.
     predicted_us : float64 (8,)
@@ -101,11 +130,13 @@ class Work(NamedTuple):
     fill_shard, fill_slot, fill_victim : int64, int32, int64
         What the last `plan_fills` reserved.
 
-    The others are scratch. What hits hold: num_hits; hits (bytes, rows x bytes). By expert: reuse; missing shards; how
-    many of these may be streamed, with their bytes and runs (open, open_nbytes, open_runs); order. By entry of the link
-    order (`link_order`): who, the how-manieth expert; mark, which of its shards; bound, where it starts in the order,
-    and where the last one ends, with sums of what lies before (nbytes, row_nbytes, runs). Such sums by shard, if these
-    are few; bytes of the first shards of an expert (sizes); how many experts miss so many shards (lengths); by subset.
+    The others are scratch. What hits hold: num_hits; hits (bytes, rows x bytes). By expert: reuse, which orders them;
+    worth, what admission weighs; missing shards; how many of these may be streamed, with their bytes and runs (open,
+    open_nbytes, open_runs); order. By entry of the link order (`link_order`): who, the how-manieth expert; mark, which
+    of its shards; bound, where it starts in the order, and where the last one ends, with sums of what lies before
+    (nbytes, row_nbytes, runs). Such sums by shard, if these are few; bytes of the first shards of an expert (sizes);
+    how many experts miss so many shards (lengths); by subset. By id in the layer: tally, all 0 between plans.
+    `State.scatter` as the split saw it.
     """
 
     lane: NDArray[np.int8]
@@ -126,6 +157,9 @@ class Work(NamedTuple):
     open: NDArray[np.int32]
     open_nbytes: NDArray[np.float64]
     open_runs: NDArray[np.float64]
+    scatter: NDArray[np.float64]
+    worth: NDArray[np.float64]
+    tally: NDArray[np.int32]
     order: NDArray[np.int32]
     who: NDArray[np.int32]
     mark: NDArray[np.int8]
@@ -158,6 +192,9 @@ def make_work(geometry: Geometry, max_experts: int | None = None) -> Work:
         num_hits=np.zeros(1, np.int64),
         hits=np.zeros(2, np.float64),
         reuse=np.zeros(most, np.float64),
+        scatter=np.zeros(1, np.float64),
+        worth=np.zeros(most, np.float64),
+        tally=np.zeros(int(np.diff(geometry.first_expert).max()), np.int32),
         missing=np.zeros(most, np.int32),
         open=np.zeros(most, np.int32),
         open_nbytes=np.zeros(most, np.float64),

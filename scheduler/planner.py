@@ -1,8 +1,9 @@
 """The scheduler's decisions: `plan_layer` and what belongs to it. Nothing here moves a byte or allocates one.
 
 `plan_layer` looks the routed experts up, has the missing shards split over the lanes (`split`), takes slots for
-what may stay, and writes the plan into `plan.Work`. `plan_wave` plans what found no slot; `plan_fills` reserves
-slots for hinted experts; `abandon_step` undoes a step that failed. All run compiled or as plain Python with the
+what may stay, and writes the plan into `plan.Work`. `learn_step` comes after it, while the lanes run. `plan_wave`
+plans what found no slot; `plan_fills` reserves slots for hinted experts, `plan_background` for what was missed of
+late; `abandon_step` undoes a step that failed. All run compiled or as plain Python with the
 same results, and time is passed in.
 """
 
@@ -10,13 +11,15 @@ from __future__ import annotations
 
 from trilane.cost import Loads, write_terms
 from trilane.eviction import advance_clock, count_hint, release_step, score_if_used
-from trilane.expert import CPU, HIT, STREAM, ZERO_COPY, decision
+from trilane.expert import CPU, HIT, STREAM, ZERO_COPY, decision, first_shard_of
+from trilane.followers import follow_step
 from trilane.link_order import Step, sum_sizes
 from trilane.lookup import look_again, look_up
 from trilane.placement import place_missing
-from trilane.plan import NUM_COPIES, NUM_MISSING, NUM_UNPLACED
+from trilane.plan import NUM_COPIES, NUM_MISSING, NUM_RUNS, NUM_UNPLACED
 from trilane.residency import NO_PRICE, empty_slot, reserve_slot, slot_price, take_slots
-from trilane.split import choose_split
+from trilane.split import choose_split, learn_scatter
+from trilane.wanted import best_wanted, drop_wanted, want_expert
 
 
 @decision
@@ -75,6 +78,8 @@ def plan_step(state, geometry, rates, options, layer, experts, rows, num_experts
     if missing > 0:
         split = choose_split(state, geometry, rates, options, step, work)
         place_missing(state, geometry, options, step, work, split)
+        if options.counts_copies:
+            learn_scatter(state, work.counts[STREAM], work.counts[NUM_RUNS], work.counts[NUM_COPIES])
     counts, nbytes, row_nbytes = work.counts, work.lane_nbytes, work.lane_row_nbytes
     counts[NUM_UNPLACED] = missing - counts[STREAM] - counts[ZERO_COPY] - counts[CPU]
     loads = Loads(
@@ -104,7 +109,7 @@ def _clear_counts(geometry, step, work):
         work.counts[k] = 0
     for lane in range(4):
         work.lane_nbytes[lane] = work.lane_row_nbytes[lane] = 0.0
-    work.counts[NUM_MISSING] = missing
+    work.counts[NUM_MISSING], work.counts[NUM_RUNS] = missing, 0
     work.counts[HIT] = work.num_hits[0]
     work.lane_nbytes[HIT], work.lane_row_nbytes[HIT] = work.hits[0], work.hits[1]
     return missing
@@ -156,6 +161,62 @@ def _reserve_expert(state, geometry, options, layer, id_, work, count):
         work.fill_shard[count] = shard
         count += 1
     return count
+
+
+@decision
+def learn_step(state, geometry, options, layer, experts, num_experts):
+    """Learn from the step that was just planned, for the next ones. Call it once a step, before the next plan.
+
+    It changes scores and what is wanted, never residency, so it can run while the plan is carried out.
+    """
+    if state.follower.shape[1] > 0:
+        follow_step(state, geometry, layer, experts, num_experts)
+    if options.background:
+        for i in range(num_experts):
+            expert = geometry.first_expert[layer] + experts[i]
+            if state.resident[expert] < geometry.num_shards[layer]:
+                want_expert(state, expert)
+
+
+@decision
+def plan_background(state, geometry, options, most, work):
+    """Reserve slots for shards of the wanted experts that are worth more than what they displace.
+
+    Parameters
+    ----------
+    most : int
+        Fills at most; ``options.max_fills`` is a limit too.
+
+    Returns
+    -------
+    int
+        Fills reserved, in the places where `plan_fills` puts them, and ended as its are.
+    """
+    count = 0
+    most = min(most, options.max_fills, work.fill_slot.size)
+    while count < most and state.num_wanted[0] > 0:
+        place = best_wanted(state)
+        expert = state.wanted[place]
+        pool = state.pool_of[geometry.layer_of[expert]]
+        shard = _first_absent(state, geometry, expert)
+        if shard < 0 or slot_price(state, pool) >= state.score[expert]:
+            drop_wanted(state, place)
+            continue
+        take_slots(state, geometry, pool, NO_PRICE, 1, work.fill_slot, work.fill_victim, count)
+        reserve_slot(state, pool, int(work.fill_slot[count]), shard)
+        work.fill_shard[count] = shard
+        count += 1
+    return count
+
+
+@decision
+def _first_absent(state, geometry, expert):
+    """Key of the expert's first shard that is neither there nor on its way; -1 without one."""
+    first = first_shard_of(geometry, expert)
+    for shard in range(first, first + geometry.num_shards[geometry.layer_of[expert]]):
+        if state.slot_of[shard] == -1:
+            return shard
+    return -1
 
 
 @decision

@@ -11,7 +11,14 @@ from trilane.state import State, make_state
 def policy_options(config: Config) -> Options:
     """What plans may do."""
     policy = config.policy
-    return make_options(policy.lanes, force=policy.force, admit=policy.admit, fills=policy.fills)
+    return make_options(
+        policy.lanes,
+        force=policy.force,
+        admit=policy.admit,
+        fills=policy.fills,
+        split=policy.split,
+        background=policy.background and policy.fills and policy.force is None,
+    )
 
 
 def num_slots(config: Config, geometry: Geometry) -> int:
@@ -22,4 +29,11 @@ def num_slots(config: Config, geometry: Geometry) -> int:
 def empty_state(config: Config, geometry: Geometry, slots: int) -> State:
     """The state of an empty cache of so many slots."""
     cache = config.cache
-    return make_state(geometry, slots, pool=cache.pool, eviction=cache.eviction, half_life_steps=cache.half_life_steps)
+    return make_state(
+        geometry,
+        slots,
+        pool=cache.pool,
+        eviction=cache.eviction,
+        half_life_steps=cache.half_life_steps,
+        prediction=cache.prediction,
+    )

@@ -26,7 +26,7 @@ from trilane.plan import Work
 from trilane.records import record
 from trilane.stash import Stash, on_stashes
 from trilane.state import State
-from trilane.traces.trace import HAS_IDS, HINT, REQUEST, SETTLED, STEP, WAVE, Baseline, TraceMeta
+from trilane.traces.trace import BACKGROUND, HAS_IDS, HINT, REQUEST, SETTLED, STEP, WAVE, Baseline, TraceMeta
 from trilane.traces.trace_file import COLUMNS, EventBlock, encode_baseline, encode_events, open_appender
 
 log = logging.getLogger("trilane")
@@ -178,6 +178,10 @@ class Recorder:
     def hint(self, layer: int, experts: Sequence[int], num_fills: int, work: Work) -> None:
         """Record which experts were hinted and what was reserved for them."""
         self._add(HINT, layer, experts, int(fills_digest(layer, num_fills, work)))
+
+    def background(self, most: int, num_fills: int, work: Work) -> None:
+        """Record that up to ``most`` fills were asked for, and what was reserved."""
+        self._add(BACKGROUND, 0, (most,), int(fills_digest(0, num_fills, work)))
 
     def settled(self, landed: Sequence[int]) -> None:
         """Record which of the reserved fills landed."""

@@ -158,6 +158,7 @@ class Replay:
         self.geometry = make_geometry(trace.meta.num_experts, sizes)
         distinct = {row: machine.rates(row) for row in dict.fromkeys(sizes)}
         self.rates = [distinct[row] for row in sizes]
+        self.trace = trace
         self._events = trace_events(trace)
 
     def slots_for(self, config: Config, *, per_layer: int | None, total: int | None, nbytes: int | None) -> int:
@@ -201,7 +202,11 @@ class Replay:
         options = policy_options(config)
         runs = {"": options}
         if single_lanes:
-            runs |= {lane: options._replace(lanes=1 << k) for k, lane in enumerate(LANE_NAMES) if k}
+            runs |= {
+                lane: options._replace(lanes=1 << k, by_ratio=False, background=False)
+                for k, lane in enumerate(LANE_NAMES)
+                if k
+            }
         stopped = threading.Event()
 
         def advance(events: int) -> None:
@@ -227,12 +232,37 @@ class Replay:
         alone = {lane: float(self._pass_us(one[1]).mean()) for lane, one in done.items() if one is not None}
         return _result(name, slots, sums, self._pass_us(step_us), step_us, alone)
 
+    def run_state(
+        self, name: str, state: State, options: Options, *, next_use: NDArray[np.float64] | None = None
+    ) -> ReplayResult | None:
+        """Replay from a state with these options; None where a step finds no slot.
+
+        Parameters
+        ----------
+        state : State
+            Its slots and scores are where the replay begins; it is changed.
+        next_use : float64, optional
+            For each id of the trace the score of its expert from that step on (a state with "given" scores).
+        """
+        done = self._play(state, options, None, next_use)
+        if done is None:
+            return None
+        return _result(name, len(state.owner), done[0], self._pass_us(done[1]), done[1], {})
+
     def _pass(
         self, config: Config, slots: int, options: Options, progress: Callable[[int], None] | None
     ) -> tuple[NDArray[np.float64], NDArray[np.float64]] | None:
+        return self._play(empty_state(config, self.geometry, slots), options, progress)
+
+    def _play(
+        self,
+        state: State,
+        options: Options,
+        progress: Callable[[int], None] | None,
+        next_use: NDArray[np.float64] | None = None,
+    ) -> tuple[NDArray[np.float64], NDArray[np.float64]] | None:
         """Sums and the us of each step; None where a step found no slot."""
-        state = empty_state(config, self.geometry, slots)
-        run = make_run(self._events, self.geometry, state, options, gap_us=self.machine.gap_us)
+        run = make_run(self._events, self.geometry, state, options, gap_us=self.machine.gap_us, next_use=next_use)
         stop = len(self._events.kind)
         if run_events(run, self.rates, 0, stop, progress)[1] != 0:
             return None
@@ -268,11 +298,12 @@ def make_run(
     gap_us: float = 0.0,
     clock: int = 0,
     verify: bool = False,
+    next_use: NDArray[np.float64] | None = None,
 ) -> ReplayRun:
     """The one argument of the compiled loop."""
     experts = int(np.diff(geometry.first_expert).max())
     now = np.zeros(Now.SIZE, np.int64)
-    now[Now.CLOCK] = clock
+    now[Now.CLOCK], now[Now.BACKGROUND_SLOT] = clock, -1
     return ReplayRun(
         events=events,
         grouping=make_grouping(int(np.diff(events.start).max(initial=1)), experts),
@@ -285,6 +316,8 @@ def make_run(
         step_us=np.zeros(int((events.kind == STEP).sum())),
         now=now,
         idle_us=np.zeros(1),
+        left_us=np.zeros(1),
+        next_use=np.zeros(0) if next_use is None else next_use,
         gap_us=float(gap_us),
         verify=verify,
     )

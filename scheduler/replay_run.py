@@ -1,7 +1,9 @@
 """A trace through the live decision code, in compiled code: one pass over the events, with modelled time.
 
-Times are the cost model's at the rates that are passed in; background fills land as far as the link's idle time
-between two layers goes. In a verifying run what landed is what the trace says, and plans are compared with its hashes.
+Times are the cost model's at the rates that are passed in. Fills that the trace hints at land as far as the link's
+idle time between two layers goes; those of the policy use that and what a step leaves idle, and one that does not end
+in it goes on in the next. In a verifying run what landed is what the trace says, and plans are compared with its
+hashes.
 """
 
 from __future__ import annotations
@@ -14,15 +16,15 @@ import numpy as np
 
 from trilane.cost import STEP_US, stream_us
 from trilane.digest import fills_digest, plan_digest
-from trilane.expert import Geometry
+from trilane.expert import CPU, STREAM, ZERO_COPY, Geometry
 from trilane.jit import compiled
 from trilane.plan import NUM_EVICTIONS, NUM_FILLS, Options, Work
-from trilane.planner import plan_fills, plan_layer, plan_wave
+from trilane.planner import learn_step, plan_background, plan_fills, plan_layer, plan_wave
 from trilane.records import record, record_at
-from trilane.residency import drop_fill, land_fill
+from trilane.residency import drop_fill, fill_layer, land_fill
 from trilane.routing import Grouping, group_rows
 from trilane.state import State
-from trilane.traces.trace import HINT, SETTLED, STEP, WAVE
+from trilane.traces.trace import BACKGROUND, HINT, SETTLED, STEP, WAVE
 
 NO_SLOT, DIFFERS = -1, -2  # what `run_events` returns beside an event
 
@@ -49,7 +51,9 @@ class Now(IntEnum):
     WAITING = 3
     FILLS = 4  # under way, those of fill_work, and their layer
     FILLS_LAYER = 5
-    SIZE = 6
+    BACKGROUND_SLOT = 6  # of the policy's own fill that is under way, -1 without one
+    BACKGROUND_SHARD = 7
+    SIZE = 8
 
 
 @record
@@ -81,6 +85,8 @@ class ReplayRun(NamedTuple):
     step_us: np.ndarray  # float64 (steps,): modelled us of each step
     now: np.ndarray  # int64 (Now.SIZE,)
     idle_us: np.ndarray  # float64 (1,): link time that background fills may still use
+    left_us: np.ndarray  # float64 (1,): link time that the policy's own fill still takes
+    next_use: np.ndarray  # float64 (entries,): the scores of those who know the future; else empty
     gap_us: float
     verify: bool
 
@@ -94,6 +100,8 @@ def _plan_event(run, rates, event):
     for k in range(count):
         id_ = int(events.ids[first + k])
         g.ids[k] = -1 if id_ == events.no_expert else id_
+        if run.next_use.size > 0 and id_ != events.no_expert:
+            run.state.score[run.geometry.first_expert[layer] + id_] = run.next_use[first + k]
     now[Now.LAYER] = layer
     now[Now.CLOCK] += 1
     now[Now.NUM_EXPERTS] = group_rows(g, events.rows[event], events.top_k[event], num_experts)
@@ -181,6 +189,42 @@ def _settle_recorded(run, event):
 
 
 @compiled(counted=False)
+def _idle_us(run, rates):
+    """Link time that the planned step leaves idle; where the CPU lane runs, as far as host memory has room too."""
+    terms, nbytes = run.work.predicted_us, run.work.lane_nbytes
+    idle = terms[STEP_US] - terms[STREAM] - terms[ZERO_COPY]
+    if nbytes[CPU] > 0 and rates.both_us_per_byte > 0:
+        crossed = nbytes[STREAM] + nbytes[ZERO_COPY] + nbytes[CPU]
+        spare = max(0.0, terms[STEP_US] / rates.both_us_per_byte - crossed)
+        idle = min(idle, spare * rates.stream_us_per_byte)
+    return max(0.0, idle)
+
+
+@compiled(counted=False)
+def _fill_background(run, rates):
+    """Spend the idle link time on the policy's own fills; the last one keeps what it has of its bytes."""
+    now, idle = run.now, run.idle_us
+    while idle[0] > 0.0:
+        if now[Now.BACKGROUND_SLOT] < 0:
+            if plan_background(run.state, run.geometry, run.options, 1, run.fill_work) == 0:
+                return
+            now[Now.BACKGROUND_SLOT], now[Now.BACKGROUND_SHARD] = (
+                run.fill_work.fill_slot[0],
+                run.fill_work.fill_shard[0],
+            )
+            run.left_us[0] = stream_us(rates, 1.0, fill_layer(run.geometry, now[Now.BACKGROUND_SHARD])[1])
+        taken = min(idle[0], run.left_us[0])
+        idle[0] -= taken
+        run.left_us[0] -= taken
+        if run.left_us[0] > 0.0:
+            run.left_us[0] += rates.run_fix_us  # its rest is a copy of its own
+            return
+        land_fill(run.state, run.geometry, now[Now.BACKGROUND_SLOT], now[Now.BACKGROUND_SHARD])
+        run.sums[Sum.BACKGROUND_FILLS] += 1
+        now[Now.BACKGROUND_SLOT] = -1
+
+
+@compiled(counted=False)
 def _run_hint(run, event):
     """Reserve fills for hinted experts; whether they are those of the trace."""
     events, now, layer = run.events, run.now, int(run.events.layer[event])
@@ -197,6 +241,16 @@ def _run_hint(run, event):
     return fills_digest(layer, now[Now.FILLS], run.fill_work) == events.digest[event]
 
 
+@compiled(counted=False)
+def _run_background(run, event):
+    """Reserve what a recorded run reserved by itself; whether it is the same."""
+    now = run.now
+    most = int(run.events.ids[run.events.start[event]])
+    now[Now.FILLS] = plan_background(run.state, run.geometry, run.options, most, run.fill_work)
+    run.sums[Sum.CHECKED] += 1
+    return fills_digest(0, now[Now.FILLS], run.fill_work) == run.events.digest[event]
+
+
 @compiled(counted=False, merge=True)
 def _run_step(run, rates, event):
     """A step from its routing to its modelled time; 0, NO_SLOT or DIFFERS."""
@@ -205,11 +259,17 @@ def _run_step(run, rates, event):
     if run.verify and not _is_same(run, event):
         return DIFFERS
     _account(run)
+    learn_step(run.state, run.geometry, run.options, run.now[Now.LAYER], run.grouping.experts, run.now[Now.NUM_EXPERTS])
+    run.idle_us[0] = run.gap_us
+    if run.options.background and not run.verify:
+        run.idle_us[0] += _idle_us(run, rates)
     while run.now[Now.WAITING] > 0 and not run.verify:
         if not _plan_more(run, rates):
             return NO_SLOT
         _account(run)
-    run.idle_us[0] = run.gap_us
+    if run.options.background and not run.verify:
+        _fill_background(run, rates)
+        run.idle_us[0] = min(run.idle_us[0], run.gap_us)
     return 0
 
 
@@ -244,6 +304,8 @@ def make_loop(run_kind: Any, rates_kind: Any) -> Any:
                 status = _run_step(run, read_rates(rates_of[run.events.layer[event]]), event)
             elif kind == HINT:
                 status = 0 if _run_hint(run, event) else DIFFERS
+            elif kind == BACKGROUND and run.verify:
+                status = 0 if _run_background(run, event) else DIFFERS
             elif kind == SETTLED and run.verify:
                 status = 0 if _settle_recorded(run, event) else DIFFERS
             elif kind == WAVE and run.verify:

@@ -121,6 +121,14 @@ def reserve_slot(state, pool, slot, shard):
     state.num_filling[pool] += 1
 
 
+@decision
+def fill_layer(geometry, shard):
+    """Layer and bytes of a shard key."""
+    expert = expert_of(geometry, shard)
+    layer = geometry.layer_of[expert]
+    return layer, float(geometry.shard_nbytes[layer, shard - first_shard_of(geometry, expert)])
+
+
 @decision(inline=True)
 def _end_fill(state, geometry, slot, shard):
     """Expert and pool of a fill that is under way; (-1, -1) if this slot is not being filled with it."""

@@ -51,7 +51,7 @@ class Split(NamedTuple):
 
 
 class Prefix(NamedTuple):
-    """The first ``length`` shards in link order: their bytes, rows x bytes and runs."""
+    """The first ``length`` shards in link order: their bytes, rows x bytes and copies."""
 
     length: int
     nbytes: float
@@ -67,7 +67,10 @@ def choose_split(state, geometry, rates, options, step, work):
     slots = block_missing(state, geometry, options, step, work)
     slack = options.slack_runs * rates.run_fix_us
     floor = _least_rate(rates.zero_copy_us_per_byte)
+    work.scatter[0] = state.scatter[0]
     num = find_missing(step, work)
+    if options.by_ratio:
+        return ratio_split(rates, geometry, step, work, num, slots)
     sorts_twice = allows(options, STREAM) and rates.run_fix_us != 0.0 and not _runs_equal(work, num)
     best, streamed, linked = INFINITE, 0, 0
     limit = entries = attempt = 0
@@ -93,10 +96,29 @@ def choose_split(state, geometry, rates, options, step, work):
     if total <= EXHAUSTIVE_SHARDS and (limit == total or not allows(options, STREAM)):
         if not is_uniform(geometry, step, work, num):
             list_shards(step, work, num_shards, total)
-            us, subset, lane = try_subsets(rates, options, work.hits, work.few, work.subset, total)
+            us, subset, lane = try_subsets(rates, options, work.hits, work.few, work.subset, total, work.scatter[0])
             if us < best - slack:
                 return Split(streamed, linked, subset, lane)
     return Split(streamed, linked, -1, STREAM)
+
+
+@decision
+def ratio_split(rates, geometry, step, work, num, slots):
+    """FreeToken's published rule, to compare with: the link's share by the two rates alone, the rest for the CPU.
+
+    ``floor(m * f)`` of ``m`` missing shards or one more are fetched, whichever gives the smaller
+    ``max(F * (1 - f), (m - F) * f)``; ``f`` is the link's part of both rates. Last used ones go first. It knows no
+    fixed costs and no limit of host memory, and is meant for experts of one shard.
+    """
+    sort_experts(step.rows, work.missing, work.reuse, work.order, num, False)
+    streamable = list_entries(geometry, step, work, num)[1]
+    total = work.counts[NUM_MISSING]
+    share = rates.cpu_us_per_byte / (rates.cpu_us_per_byte + rates.stream_us_per_byte)
+    fetched = int(total * share)
+    now = longer(fetched * (1.0 - share), (total - fetched) * share)
+    more = longer((fetched + 1) * (1.0 - share), (total - fetched - 1) * share)
+    fetched = min(fetched if now <= more else fetched + 1, streamable, slots)
+    return Split(fetched, fetched, -1, STREAM)
 
 
 @decision(inline=True)
@@ -131,7 +153,8 @@ def _may_save(rates, geometry, options, step, work, num, limit, linked, floor, k
     while serves and length < total and fixed + _rest_us(rates, total - length, nbytes, rows) >= known:
         length += 1
     streamed = min(length, limit)
-    most = Prefix(streamed, streamed * nbytes, streamed * nbytes * rows, _fewest_runs(work, num, num_shards, streamed))
+    runs = _copies(work, _fewest_runs(work, num, num_shards, streamed), streamed)
+    most = Prefix(streamed, streamed * nbytes, streamed * nbytes * rows, runs)
     prefix = Prefix(length, length * nbytes, length * nbytes * rows, most.runs)
     return fixed + _link_side_us(rates, _loads(work.hits, prefix, most, prefix), floor) < known
 
@@ -165,7 +188,8 @@ def _find_prefix(rates, options, step, work, num_shards, total, entries, limit, 
     Of equal costs the longest prefix is taken (a known one had ``known_linked``), rather streamed than read in place.
     The search begins ``near`` that length, if it is not negative.
     """
-    everything = Prefix(int(total), work.nbytes[entries], work.row_nbytes[entries], work.runs[entries])
+    copies = _copies(work, work.runs[entries], total)
+    everything = Prefix(int(total), work.nbytes[entries], work.row_nbytes[entries], copies)
     best, streamed, linked = known, -1, known_linked
     streams, reads = allows(options, STREAM), allows(options, ZERO_COPY)
     low = 0 if allows(options, CPU) else total
@@ -239,7 +263,20 @@ def _search_from(rates, step, work, num_shards, everything, most, floor, low, hi
 @decision(inline=True)
 def _prefix(step, work, num_shards, entry, length):
     nbytes, row_nbytes, runs = sums_before(step, work, num_shards, entry, length)
-    return Prefix(int(length), nbytes, row_nbytes, runs)
+    return Prefix(int(length), nbytes, row_nbytes, _copies(work, runs, length))
+
+
+@decision(inline=True)
+def _copies(work, runs, length):
+    """Copies that so many shards in so many runs will take: slots of late victims are seldom neighbours."""
+    return runs + (length - runs) * work.scatter[0]
+
+
+@decision(inline=True)
+def learn_scatter(state, num_shards, runs, copies):
+    """Move `State.scatter` on by the plan's streamed shards: copies that their runs did not need."""
+    if num_shards > runs:
+        state.scatter[0] += ((copies - runs) / (num_shards - runs) - state.scatter[0]) / 16.0
 
 
 @decision(inline=True)

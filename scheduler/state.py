@@ -17,11 +17,17 @@ from trilane.records import record
 
 LRU = 0
 DECAYED_FREQUENCY = 1
-EVICTIONS = ("lru", "decayed_frequency")
+PREDICTED = 2
+GIVEN = 3  # scores are set from outside, as a replay that knows the future does; no configuration has it
+EVICTIONS = ("lru", "decayed_frequency", "predicted", "given")
+NUM_FOLLOWERS = 8  # so many of an expert's likeliest followers are remembered
+MOST_FOLLOWED = 16  # steps of more experts neither teach nor predict: all follow all
+NUM_WANTED = 8
 POOLS = ("shared", "layer")
 
 HELD = 1  # flag: the expert belongs to the step in flight, so it is in no heap
 HINTED = 2  # flag: a hint counted the coming use already
+RAISED = 4  # flag: the score holds what `State.boost` foretells
 INDEX = (1 << 31) - 1  # `index & INDEX` is plainly not negative: no code is made to count it from the end
 
 
@@ -52,17 +58,30 @@ class State(NamedTuple):
         What orders the heap, of absent experts too: clock of the last use, or decayed frequency in growing
         units.
     flags : uint8 (experts,)
-        HELD, HINTED.
+        HELD, HINTED, RAISED.
+    follower : uint16 (experts, NUM_FOLLOWERS), follow_rate : uint8 (experts, NUM_FOLLOWERS)
+        Experts of the layer that were used in the pass after this one, and how often of late in 256ths (0: no entry).
+        No columns unless ``eviction`` is PREDICTED.
+    boost : uint16 (experts,), boost_unit : float64 (layers,)
+        Rates with which the layer's last experts foretell this one, summed; what 1 of it adds to a score.
+    last_experts : int32 (layers, MOST_FOLLOWED), num_last : int64 (layers,), last_clock : int64 (layers,)
+        The layer's last step (no experts if it had too many) and when it was.
+    scatter : float64 (1,)
+        How often of late a streamed shard did not go into the slot behind that of its neighbour: a copy more each.
+    wanted : int32 (NUM_WANTED,), num_wanted : int64 (1,)
+        Experts of late that miss shards: candidates for background fills.
     held : int32 (most experts of a layer,), num_held : int64 (1,)
         The experts of the step in flight.
     clock, unit : int64 (1,), float64 (1,)
         Last clock seen; what one use adds to a score now.
     eviction : int
-        LRU or DECAYED_FREQUENCY.
+        LRU, DECAYED_FREQUENCY, PREDICTED or GIVEN.
     growth : float
         Factor of ``unit`` for one tick of the clock.
     max_jump : int
         Ticks in which ``unit`` grows by 2**256.
+    prediction : float
+        Uses that a certain one in the next pass is worth.
     """
 
     slot_of: NDArray[np.int32]
@@ -82,6 +101,16 @@ class State(NamedTuple):
     heap_size: NDArray[np.int64]
     score: NDArray[np.float64]
     flags: NDArray[np.uint8]
+    follower: NDArray[np.uint16]
+    follow_rate: NDArray[np.uint8]
+    boost: NDArray[np.uint16]
+    boost_unit: NDArray[np.float64]
+    last_experts: NDArray[np.int32]
+    num_last: NDArray[np.int64]
+    last_clock: NDArray[np.int64]
+    scatter: NDArray[np.float64]
+    wanted: NDArray[np.int32]
+    num_wanted: NDArray[np.int64]
     held: NDArray[np.int32]
     num_held: NDArray[np.int64]
     clock: NDArray[np.int64]
@@ -89,6 +118,7 @@ class State(NamedTuple):
     eviction: int
     growth: float
     max_jump: int
+    prediction: float
 
 
 def make_state(
@@ -98,6 +128,7 @@ def make_state(
     pool: str = "shared",
     eviction: str = "lru",
     half_life_steps: float = 16.0,
+    prediction: float = 3.0,
 ) -> State:
     """An empty cache.
 
@@ -107,21 +138,26 @@ def make_state(
         Slots in all (dealt out evenly over the pools), or those of each pool.
     pool : "shared" or "layer"
         One pool for all layers, with slots of the largest shard; or one for each layer.
-    eviction : "lru" or "decayed_frequency"
+    eviction : "lru", "decayed_frequency", "predicted" or "given"
     half_life_steps : float
         Model steps (passes over all layers) after which a use counts half. The clock counts layer-steps.
+    prediction : float
+        Weight of what is foretold for the next pass against what was used of late, both as rates (PREDICTED).
     """
     for name, value, known in (("pool", pool, POOLS), ("eviction", eviction, EVICTIONS)):
         if value not in known:
             raise ValueError(f"{name} is {value!r}: use one of {', '.join(known)}")
     if not half_life_steps > 0:
         raise ValueError(f"half_life_steps is {half_life_steps}: use a number of model steps above 0")
+    if not 0 <= prediction < 1e6:
+        raise ValueError(f"prediction is {prediction}: use a weight of 0 or more")
     layers = geometry.num_layers
     pool_of = np.zeros(layers, np.int32) if pool == "shared" else np.arange(layers, dtype=np.int32)
     slots = _slots_of_pools(num_slots, int(pool_of.max()) + 1)
     first_slot = np.concatenate([np.zeros(1, np.int64), np.cumsum(slots)])
     half_life = half_life_steps * layers
     num_experts = int(geometry.first_expert[-1])
+    followers = (num_experts, NUM_FOLLOWERS if eviction == "predicted" else 0)
     return State(
         slot_of=np.full(int(geometry.first_shard[-1]), -1, np.int32),
         owner=np.full(int(first_slot[-1]), -1, np.int64),
@@ -140,6 +176,16 @@ def make_state(
         heap_size=np.zeros(len(slots), np.int64),
         score=np.zeros(num_experts, np.float64),
         flags=np.zeros(num_experts, np.uint8),
+        follower=np.zeros(followers, np.uint16),
+        follow_rate=np.zeros(followers, np.uint8),
+        boost=np.zeros(num_experts, np.uint16),
+        boost_unit=np.zeros(layers, np.float64),
+        last_experts=np.zeros((layers, MOST_FOLLOWED), np.int32),
+        num_last=np.zeros(layers, np.int64),
+        last_clock=np.zeros(layers, np.int64),
+        scatter=np.zeros(1, np.float64),
+        wanted=np.zeros(NUM_WANTED, np.int32),
+        num_wanted=np.zeros(1, np.int64),
         held=np.zeros(int(np.diff(geometry.first_expert).max()), np.int32),
         num_held=np.zeros(1, np.int64),
         clock=np.zeros(1, np.int64),
@@ -147,6 +193,7 @@ def make_state(
         eviction=EVICTIONS.index(eviction),
         growth=float(2.0 ** (1.0 / half_life)),
         max_jump=max(1, int(256 * half_life)),
+        prediction=float(prediction / (1.0 - 2.0 ** (-1.0 / half_life_steps))),
     )
 
 
@@ -176,8 +223,25 @@ def check(state: State, geometry: Geometry) -> None:
     _check_pools(state, geometry)
     for p in range(len(state.heap_size)):
         _check_heap(state, geometry, p)
+    _check_followers(state, geometry)
     assert state.unit[0] > 0 and np.isfinite(state.unit[0]), f"unit {state.unit[0]}"
     assert np.isfinite(state.score).all() and (state.score >= 0).all(), "a score is negative or not finite"
+
+
+def _check_followers(state: State, geometry: Geometry) -> None:
+    """What is remembered of followers names experts of the layer; a boost is in a score where the flag says so."""
+    counts = np.diff(geometry.first_expert)
+    known = np.where(state.follow_rate > 0, state.follower, 0)
+    assert (known < counts[geometry.layer_of][:, None]).all(), "a follower is outside its layer"
+    assert ((state.num_last >= 0) & (state.num_last <= MOST_FOLLOWED)).all(), f"num_last {state.num_last}"
+    assert ((state.last_experts >= 0) & (state.last_experts < counts[:, None])).all(), "a last expert is outside"
+    assert (state.last_clock >= 0).all() and (state.last_clock <= state.clock[0]).all(), "a last step is to come"
+    assert np.isfinite(state.boost_unit).all() and (state.boost_unit >= 0).all(), "a boost is no number"
+    assert (state.boost[(state.flags & RAISED) == 0] == 0).all(), "a boost is not in its score"
+    assert 0 <= state.scatter[0] <= 1, f"scatter {state.scatter}"
+    wanted = state.wanted[: state.num_wanted[0]].tolist()
+    assert len(set(wanted)) == len(wanted) == state.num_wanted[0], f"wanted {wanted}"
+    assert all(0 <= e < geometry.first_expert[-1] for e in wanted), f"wanted {wanted}"
 
 
 def _check_slots(state: State) -> None:

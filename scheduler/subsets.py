@@ -44,7 +44,7 @@ def list_shards(step, work, num_shards, total):
 
 
 @decision
-def try_subsets(rates, options, hits, few, sums, total):
+def try_subsets(rates, options, hits, few, sums, total, scatter):
     """(cost, subset, its lane) over all subsets for the link; bit ``total - 1 - i`` is shard ``i`` in link order.
 
     Larger numbers come first and ties keep the first, so that the link gets the shards with most reuse.
@@ -58,7 +58,7 @@ def try_subsets(rates, options, hits, few, sums, total):
         for lane in range(STREAM, ZERO_COPY + 1):
             if subset != 0 and not allows(options, lane):
                 continue
-            us = _subset_us(rates, hits, few[0, total], few[1, total], sums, total, subset, lane)
+            us = _subset_us(rates, hits, few[0, total], few[1, total], sums, total, subset, lane, scatter)
             if us < best or best_subset < 0:
                 best, best_subset, best_lane = us, subset, lane
     return best, best_subset, best_lane
@@ -81,7 +81,7 @@ def _sum_subsets(few, sums, total):
 
 
 @decision(inline=True)
-def _subset_us(rates, hits, nbytes, rows, sums, total, subset, lane):
+def _subset_us(rates, hits, nbytes, rows, sums, total, subset, lane, scatter):
     size, row_size, count = sums[0, subset], sums[1, subset], int(sums[3, subset])
     streamed = lane == STREAM
     return step_us(
@@ -89,7 +89,7 @@ def _subset_us(rates, hits, nbytes, rows, sums, total, subset, lane):
         Loads(
             hits[0],
             hits[1],
-            sums[2, subset] if streamed else 0.0,
+            sums[2, subset] + (count - sums[2, subset]) * scatter if streamed else 0.0,
             size if streamed else 0.0,
             row_size if streamed else 0.0,
             0 if streamed else count,

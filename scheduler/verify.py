@@ -18,12 +18,17 @@ from trilane.expert import Geometry, make_geometry
 from trilane.plan import Options
 from trilane.replay import make_run, run_events, trace_events
 from trilane.replay_run import Sum
-from trilane.state import EVICTIONS, State, check, make_state
+from trilane.state import EVICTIONS, MOST_FOLLOWED, NUM_WANTED, PREDICTED, State, check, make_state
 from trilane.traces.trace import Baseline, Trace
 
 ALL_LANES = 0b1110
+ADDED_OPTIONS = {"by_ratio": False, "background": False, "counts_copies": False}  # what older recordings did
+ADDED_STATE = (
+    "follower", "follow_rate", "boost", "boost_unit", "last_experts", "num_last", "last_clock", "scatter", "wanted",
+    "num_wanted", "prediction",
+)  # fmt: skip
 CURVE = "zero_copy_us_per_byte"
-KIND_NAMES = {1: "step", 2: "wave", 3: "hint", 4: "end of fills"}
+KIND_NAMES = {1: "step", 2: "wave", 3: "hint", 4: "end of fills", 6: "choice of fills"}
 FIXED = ("pool_of", "first_slot", "slot_nbytes", "first_heap")  # they follow from the geometry
 
 
@@ -84,8 +89,9 @@ def _clock(base: Baseline) -> int:
 
 def _options(base: Baseline) -> Options:
     found = base.settings.get("options")
-    if not isinstance(found, dict) or set(found) != set(Options._fields):
+    if not isinstance(found, dict) or set(ADDED_OPTIONS | found) != set(Options._fields):
         raise _refused("its options have other names")
+    found = ADDED_OPTIONS | found
     for name, kind in get_type_hints(Options).items():
         if type(found[name]) is not kind:
             raise _refused(f"option {name} is {str(found[name])[:40]}")
@@ -132,9 +138,10 @@ def restore_state(base: Baseline, geometry: Geometry) -> State:
     TraceError
     """
     found = base.state
-    if set(found) != set(State._fields):
+    if set(found) | set(ADDED_STATE) != set(State._fields):
         raise _refused("its state has other names")
     model = _empty_like(found, geometry)
+    found = {name: getattr(model, name) for name in ADDED_STATE} | found
     for name, wanted in model._asdict().items():
         value = found[name]
         if isinstance(wanted, np.ndarray):
@@ -163,6 +170,8 @@ def _check_counts(state: State, clock: int) -> None:
         ("heap_size", np.int64(len(state.heap))),
         ("num_held", np.int64(len(state.held))),
         ("clock", np.int64(clock)),
+        ("num_wanted", np.int64(NUM_WANTED)),
+        ("num_last", np.int64(MOST_FOLLOWED)),
     )
     for name, most in limits:
         values = getattr(state, name)
@@ -180,4 +189,5 @@ def _empty_like(found: dict[str, Any], geometry: Geometry) -> State:
     if pools not in (1, geometry.num_layers) or first[0] != 0 or first[-1] != len(owner) or (np.diff(first) < 0).any():
         raise _refused("its pools do not fit the model")
     is_shared = pools == 1
-    return make_state(geometry, np.diff(first).tolist(), pool="shared" if is_shared else "layer")
+    eviction = "predicted" if found.get("eviction") == PREDICTED else "lru"
+    return make_state(geometry, np.diff(first).tolist(), pool="shared" if is_shared else "layer", eviction=eviction)

@@ -16,7 +16,8 @@ from trilane.cost import STEP_US, TERM_NAMES, make_rates
 from trilane.cpu_kernels.atomics import mono_ns
 from trilane.expert import CPU, HIT, STREAM, UNPLACED, ZERO_COPY, decision, make_geometry
 from trilane.plan import NUM_COPIES, NUM_EVICTIONS, NUM_FILLS, freeze_plan, make_options, make_work, single_lane_us
-from trilane.planner import plan_layer
+from trilane.planner import learn_step, plan_background, plan_layer
+from trilane.residency import drop_fill, land_fill
 from trilane.state import check, make_state
 
 
@@ -225,20 +226,30 @@ def test_a_decision_function_that_allocates_does_not_compile():
             allocate(3)
 
 
+def land_background(state, geometry, options, most, work):
+    """Reserve background fills, and land all but the last."""
+    num = plan_background(state, geometry, options, most, work)
+    for k in range(num):
+        end = drop_fill if k == num - 1 and num > 1 else land_fill
+        assert end(state, geometry, int(work.fill_slot[k]), int(work.fill_shard[k]))
+
+
 def random_digest(num_steps):
     """A hash over everything that thousands of random plans wrote."""
     rng = np.random.default_rng(11)
     digest = hashlib.blake2b()
-    for pool, eviction, admit in product(("shared", "layer"), ("lru", "decayed_frequency"), ("always", "score")):
+    evictions = ("lru", "decayed_frequency", "predicted")
+    for pool, eviction, admit in product(("shared", "layer"), evictions, ("always", "score")):
         geometry = make_geometry([12, 9], [[900, 900, 130], [700, 700]])
         state, work = make_state(geometry, 25, pool=pool, eviction=eviction, half_life_steps=0.7), make_work(geometry)
+        fills = make_work(geometry)
         for clock in range(0, 3 * num_steps, 3):
             layer = int(rng.integers(2))
             n = int(rng.integers(0, 9))
             ids = rng.choice(12 if layer == 0 else 9, n, replace=False).astype(np.int32)
             rows = rng.integers(1, rng.choice([2, 9]), n).astype(np.int32)
             lanes = [name for name in ("stream", "zero_copy", "cpu") if rng.random() < 0.8] or ["cpu"]
-            options = make_options(lanes, admit=admit, slack_runs=float(rng.integers(2)))
+            options = make_options(lanes, admit=admit, slack_runs=float(rng.integers(2)), background=True)
             noise = rng.random(8) * 10
             rates = make_rates(
                 step_fix_us=noise[0],
@@ -253,6 +264,9 @@ def random_digest(num_steps):
                 link_cores=1.0,
             )
             plan_layer(state, geometry, rates, options, layer, ids, rows, n, clock, work)
+            learn_step(state, geometry, options, layer, ids, n)
+            if clock % 4 == 0:
+                land_background(state, geometry, options, int(rng.integers(1, 4)), fills)
             for array in (
                 work.lane,
                 work.slot,
@@ -264,6 +278,8 @@ def random_digest(num_steps):
                 state.score,
                 state.heap[: state.heap_size[0]],
                 state.unit,
+                state.boost,
+                state.follow_rate,
             ):
                 digest.update(np.ascontiguousarray(array).tobytes())
         check(state, geometry)

@@ -22,7 +22,7 @@ from trace_cases import assert_same_trace, drive
 from trilane import ExpertStore, TraceError
 from trilane.plan import make_options
 from trilane.traces import block_file as blocks
-from trilane.traces.trace import HINT, REQUEST, SETTLED, STEP, WAVE, Trace
+from trilane.traces.trace import BACKGROUND, HINT, REQUEST, SETTLED, STEP, WAVE, Trace
 from trilane.traces.trace_file import append_trace, read_trace
 from trilane.verify import verify
 
@@ -58,9 +58,9 @@ def test_a_replayed_live_run_has_identical_plans(store, scheduler_of, path, poli
     scheduler.close()
     trace = read_trace(path)
     found = verify(trace)
-    kinds = np.bincount(trace.kind, minlength=6)
+    kinds = np.bincount(trace.kind, minlength=7)
     assert kinds[STEP] == 90 == stats.steps
-    assert found.differences == () and found.plans == kinds[STEP] + kinds[WAVE] + kinds[HINT]
+    assert found.differences == () and found.plans == kinds[STEP] + kinds[WAVE] + kinds[HINT] + kinds[BACKGROUND]
     if policy.get("fills", True):
         landed = trace.ids[np.repeat(trace.kind == SETTLED, np.diff(trace.start))]
         assert stats.background_fills == (landed == 1).sum() > 0
@@ -118,7 +118,7 @@ def test_layers_that_differ_and_ids_past_one_byte(scheduler_of, path):
 
 
 def test_routing_and_requests_are_recorded_as_they_came(store, scheduler_of, path):
-    scheduler = scheduler_of(store, cache={"fraction": 0.4}, record={"path": path})
+    scheduler = scheduler_of(store, cache={"fraction": 0.4}, policy={"background": False}, record={"path": path})
     x = np.ones((2, 256), np.float32)
     with scheduler.request():
         scheduler.forward(1, x, [[0, 5], [-1, 6]], [[0.25, 0.75], [1.0, 0.5]])

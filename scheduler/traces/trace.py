@@ -21,8 +21,9 @@ WAVE = 2  # the same step's next plan, for what found no slot; no ids
 HINT = 3  # likely experts of a layer, for which background fills were reserved
 SETTLED = 4  # the reserved fills ended: 1 landed, 0 given up, in the order of their reservation
 REQUEST = 5  # a conversation or request begins here
-KINDS = (STEP, WAVE, HINT, SETTLED, REQUEST)
-HAS_IDS = (STEP, HINT, SETTLED)
+BACKGROUND = 6  # the policy reserved fills for what it missed of late; its one id: how many at most
+KINDS = (STEP, WAVE, HINT, SETTLED, REQUEST, BACKGROUND)
+HAS_IDS = (STEP, HINT, SETTLED, BACKGROUND)
 MAX_EXPERTS = 0xFFFF  # of a layer: one id more is kept for "no expert"
 MAX_LAYERS = 1 << 14
 MAX_MODEL_EXPERTS = 1 << 22  # of all layers
@@ -110,7 +111,7 @@ class Trace:
     ----------
     meta : TraceMeta
     kind : uint8 (events,)
-        STEP, WAVE, HINT, SETTLED, REQUEST.
+        STEP, WAVE, HINT, SETTLED, REQUEST, BACKGROUND.
     layer : uint16 (events,)
     rows, top_k : int32 (events,)
         Of a step; other events with ids have one row.
@@ -269,10 +270,12 @@ def check_events(trace: Trace) -> None:
         raise TraceError("trace: an event of an unknown kind, or of a layer that the model does not have")
     if (rows < 0).any() or (top_k < 0).any() or (rows[~np.isin(kind, HAS_IDS)] != 0).any():
         raise TraceError("trace: an event has an impossible number of rows")
-    if (rows[np.isin(kind, (HINT, SETTLED))] > 1).any():
+    if (rows[np.isin(kind, (HINT, SETTLED, BACKGROUND))] > 1).any():
         raise TraceError("trace: a hint or its end has several rows")
     if (top_k[kind == HINT] > np.array(trace.meta.num_experts)[layer[kind == HINT]]).any():
         raise TraceError("trace: a hint names more experts than its layer has")
+    if (rows * top_k != 1)[kind == BACKGROUND].any():
+        raise TraceError("trace: a choice of fills does not say how many")
     for name, entries in (("ids", trace.ids), ("weights", trace.weights)):
         if entries is not None and len(entries) != trace.start[-1]:
             raise TraceError(f"trace: {len(entries)} {name}, but its events have {trace.start[-1]}")
@@ -283,6 +286,7 @@ def _check_ids(trace: Trace) -> None:
     counts = np.diff(trace.start)
     experts = np.array(trace.meta.num_experts, np.int64)
     limit = np.where(trace.kind == SETTLED, 2, experts[trace.layer])
+    limit[trace.kind == BACKGROUND] = MAX_EXPERTS
     limit = np.repeat(limit, counts)
     skips = np.repeat(trace.kind == STEP, counts) & (trace.ids == trace.meta.no_expert)
     if ((trace.ids >= limit) & ~skips).any():

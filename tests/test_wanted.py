@@ -1,0 +1,70 @@
+"""The list of missed experts, and the fills that come of it."""
+
+import numpy as np
+from plan_cases import H200
+
+from trilane.expert import make_geometry
+from trilane.plan import make_options, make_work
+from trilane.planner import learn_step, plan_background, plan_layer
+from trilane.residency import drop_fill, land_fill
+from trilane.state import NUM_WANTED, check, make_state
+from trilane.wanted import best_wanted, drop_wanted, want_expert
+
+GEOMETRY = make_geometry([32], [[1000] * 2])
+ON_CPU = make_options(force="cpu", background=True, admit="score")
+
+
+def state_with_scores(scores):
+    state = make_state(GEOMETRY, 6, eviction="given")
+    state.score[: len(scores)] = scores
+    return state
+
+
+def test_the_list_keeps_the_best():
+    state = state_with_scores(range(32))
+    for expert in (3, 3, *range(31, -1, -2), *range(0, 32, 2)):
+        want_expert(state, expert)
+    check(state, GEOMETRY)
+    assert sorted(state.wanted.tolist()) == list(range(32 - NUM_WANTED, 32))
+    assert state.wanted[best_wanted(state)] == 31
+    drop_wanted(state, best_wanted(state))
+    assert state.num_wanted[0] == NUM_WANTED - 1 and state.wanted[best_wanted(state)] == 30
+
+
+def run_step(state, experts, clock, options=ON_CPU):
+    work, ids = make_work(GEOMETRY), np.array(experts, np.int32)
+    plan_layer(state, GEOMETRY, H200, options, 0, ids, np.ones(len(ids), np.int32), len(ids), clock, work)
+    learn_step(state, GEOMETRY, options, 0, ids, len(ids))
+    return work
+
+
+def test_what_the_cpu_computed_is_filled_in_the_background():
+    """CPU with a background fill: its expert hits from then on; without the option, CPU without one."""
+    state, work = make_state(GEOMETRY, 6, eviction="decayed_frequency"), make_work(GEOMETRY)
+    run_step(state, [4, 9], 1)
+    assert sorted(state.wanted[:2].tolist()) == [4, 9]
+    assert plan_background(state, GEOMETRY, ON_CPU, 3, work) == 3
+    assert work.fill_shard[:3].tolist() == [8, 9, 18] and (work.fill_victim[:3] == -1).all()
+    for k in range(3):
+        end = land_fill if k < 2 else drop_fill
+        assert end(state, GEOMETRY, int(work.fill_slot[k]), int(work.fill_shard[k]))
+    check(state, GEOMETRY)
+    hit = run_step(state, [4], 2)
+    assert hit.counts[0] == 2
+    state = make_state(GEOMETRY, 6)
+    run_step(state, [4, 9], 1, make_options(force="cpu"))
+    assert state.num_wanted[0] == 0
+
+
+def test_a_fill_displaces_only_what_is_worth_less():
+    state, work = make_state(GEOMETRY, 2, eviction="decayed_frequency"), make_work(GEOMETRY)
+    for clock in (1, 2, 3):
+        run_step(state, [0], clock, make_options(force="stream"))
+    run_step(state, [1], 4)
+    assert plan_background(state, GEOMETRY, ON_CPU, 4, work) == 0 and state.num_wanted[0] == 0
+    for clock in (5, 6, 7, 8):
+        run_step(state, [1], clock)
+    assert plan_background(state, GEOMETRY, ON_CPU, 4, work) == 2
+    assert sorted(work.fill_victim[:2].tolist()) == [0, 1]
+    assert plan_background(state, GEOMETRY, ON_CPU, 4, work) == 0  # on its way already
+    check(state, GEOMETRY)
