@@ -52,13 +52,14 @@ def look_up(state, geometry, step, work):
         row_nbytes += size * step.rows[i]
     work.num_hits[0] = num_hits
     work.hits[0], work.hits[1] = float(nbytes), float(row_nbytes)
-    if state.follower.shape[1] > 0 and step.num_experts <= MOST_FOLLOWED:
-        _foresee(state, first, layer, step.experts, step.num_experts, work.worth, work.reuse, work.tally)
 
 
 @decision
-def _foresee(state, first, layer, experts, num_experts, worth, reuse, tally):
+def weigh_experts(state, geometry, layer, experts, num_experts, worth, reuse, tally):
     """What the experts are worth with what this step itself foretells (`followers` tells the scores later)."""
+    if num_experts > MOST_FOLLOWED:
+        return
+    first = geometry.first_expert[layer]
     for i in range(num_experts):
         row = (first + experts[i]) & INDEX
         for j in range(state.follower.shape[1]):  # without branches

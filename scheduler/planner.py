@@ -14,7 +14,7 @@ from trilane.eviction import advance_clock, count_hint, release_step, score_if_u
 from trilane.expert import CPU, HIT, STREAM, ZERO_COPY, decision, first_shard_of
 from trilane.followers import follow_step
 from trilane.link_order import Step, sum_sizes
-from trilane.lookup import look_again, look_up
+from trilane.lookup import look_again, look_up, weigh_experts
 from trilane.placement import place_missing
 from trilane.plan import NUM_COPIES, NUM_MISSING, NUM_RUNS, NUM_UNPLACED
 from trilane.residency import NO_PRICE, empty_slot, reserve_slot, slot_price, take_slots
@@ -76,6 +76,8 @@ def plan_step(state, geometry, rates, options, layer, experts, rows, num_experts
         look_up(state, geometry, step, work)
     missing = _clear_counts(geometry, step, work)
     if missing > 0:
+        if state.follower.shape[1] > 0 and not is_wave:
+            weigh_experts(state, geometry, layer, experts, num_experts, work.worth, work.reuse, work.tally)
         split = choose_split(state, geometry, rates, options, step, work)
         place_missing(state, geometry, options, step, work, split)
         if options.counts_copies:
