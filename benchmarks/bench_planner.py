@@ -118,8 +118,8 @@ def main() -> None:
     print(result["machine"], f"\ntwo clock readings: {result['clock_ns']:.0f} ns")
     for row in rows:
         print(
-            "{shape} {routing:5s} {eviction:18s} p50 {p50_us:5.2f} us  p99 {p99_us:5.2f} us  learning {learn_p50_us:5.2f} "
-            "{learn_p99_us:5.2f} us  missing shards "
+            "{shape} {routing:5s} {eviction:18s} p50 {p50_us:5.2f} us  p99 {p99_us:5.2f} us  "
+            "learning {learn_p50_us:5.2f} {learn_p99_us:5.2f} us  missing shards "
             "{missing_shards}".format(**row)
         )
 

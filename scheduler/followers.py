@@ -1,9 +1,11 @@
 """Which experts follow which in the next pass, learned as steps go by, and what that foretells for scores.
 
 Routing of consecutive tokens is alike beyond the experts that repeat: an expert used now makes some others of its
-layer likelier in the next pass. For each expert the likeliest followers are kept with their rates, exponential
-averages in 256ths, so that all arithmetic is exact. After a step the rates of its experts are summed up into a
-*boost* of the score of each follower, which lasts until the layer's next step. Nothing here moves a slot.
+layer likelier in the next pass, and some of the next layer likelier right now. For each expert the likeliest followers
+of both kinds are kept with their rates, exponential averages in 256ths, so that all arithmetic is exact. After a step
+the rates of its experts are summed up into a *boost* of the score of each follower in its own layer, which lasts
+until the layer's next step; those in the next layer are what may be fetched ahead (`wanted`). Nothing here moves a
+slot.
 """
 
 from __future__ import annotations
@@ -29,6 +31,7 @@ def follow_step(state, geometry, layer, experts, num_experts):
             row = (first + state.last_experts[layer, k]) & INDEX
             candidate = int(experts[(turn + k) % num_experts]) if num_experts > 0 else -1
             _learn(state, pool, layer, first, row, candidate)
+    _look_back(state, geometry, layer, experts, num_experts)
     for k in range(num_last):
         _lower_followers(state, layer, first, (first + state.last_experts[layer, k]) & INDEX)
     num = num_experts if num_experts <= MOST_FOLLOWED else 0
@@ -45,6 +48,37 @@ def follow_step(state, geometry, layer, experts, num_experts):
         state.last_experts[layer, k] = experts[k]
     state.num_last[layer] = num
     state.last_clock[layer] = state.clock[0]
+
+
+@decision(inline=True)
+def _look_back(state, geometry, layer, experts, num_experts):
+    """Teach the experts of the layer before, if that was the step before, what came after them."""
+    before = layer - 1 if layer > 0 else geometry.num_layers - 1
+    if before == layer or num_experts == 0 or state.clock[0] - state.last_clock[before] != 1:
+        return
+    turn, first = pass_turn(state.clock[0] // geometry.num_layers), geometry.first_expert[before]
+    for k in range(state.num_last[before]):
+        row = (first + state.last_experts[before, k]) & INDEX
+        _learn_ahead(state, geometry.first_expert[layer], row, int(experts[(turn + k) % num_experts]))
+
+
+@decision(inline=True)
+def _learn_ahead(state, first, row, candidate):
+    """`_learn` of the next layer's experts, of which no score knows."""
+    least, place = ONE, 0
+    is_known = False
+    for j in range(state.ahead.shape[1]):
+        rate, follower = int(state.ahead_rate[row, j]), int(state.ahead[row, j])
+        is_known |= (rate > 0) & (follower == candidate)
+        used = int(state.flags[(first + follower * int(rate > 0)) & INDEX] & HELD)
+        moved = min(rate - ((rate + GAIN - 1) >> SHIFT) + used * GAIN, ONE - 1)
+        rate = moved if rate > 0 else 0
+        state.ahead_rate[row, j] = rate
+        place = j if rate < least else place
+        least = rate if rate < least else least
+    if not is_known and least <= REPLACED_BELOW:
+        state.ahead[row, place] = candidate
+        state.ahead_rate[row, place] = GAIN
 
 
 @decision(inline=True)

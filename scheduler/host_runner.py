@@ -294,7 +294,7 @@ class HostRunner:
             self.device.combine(self.ws, int(self._step[Step.NUM_ROWS]))
             self._close_step(self._run.address)
         self._open = False
-        if self.options.background and self.state.num_wanted[0] > 0:
+        if self.options.background and self.state.num_wanted[0] + self.state.num_coming[0] > 0:
             self._start_background()
 
     @property

@@ -55,7 +55,7 @@ def look_up(state, geometry, step, work):
 
 
 @decision
-def weigh_experts(state, geometry, layer, experts, num_experts, worth, reuse, tally):
+def weigh_experts(state, geometry, layer, experts, num_experts, worth, reuse):
     """What the experts are worth with what this step itself foretells (`followers` tells the scores later)."""
     if num_experts > MOST_FOLLOWED:
         return
@@ -65,13 +65,13 @@ def weigh_experts(state, geometry, layer, experts, num_experts, worth, reuse, ta
         for j in range(state.follower.shape[1]):  # without branches
             follower = int(state.follower[row, j])
             is_held = int(state.flags[(first + follower) & INDEX]) & HELD
-            tally[follower] += int(state.follow_rate[row, j]) * is_held
+            state.tally[follower] += int(state.follow_rate[row, j]) * is_held
     unit = state.unit[0] * state.prediction / (ONE * max(1, num_experts))
     for i in range(num_experts):
         expert = (first + experts[i]) & INDEX
-        worth[i] += tally[experts[i]] * unit - float(state.boost[expert]) * state.boost_unit[layer]
+        worth[i] += state.tally[experts[i]] * unit - float(state.boost[expert]) * state.boost_unit[layer]
         reuse[i] = worth[i]
-        tally[experts[i]] = 0
+        state.tally[experts[i]] = 0
 
 
 @decision(inline=True)

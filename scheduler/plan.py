@@ -135,8 +135,7 @@ class Work(NamedTuple):
     open_nbytes, open_runs); order. By entry of the link order (`link_order`): who, the how-manieth expert; mark, which
     of its shards; bound, where it starts in the order, and where the last one ends, with sums of what lies before
     (nbytes, row_nbytes, runs). Such sums by shard, if these are few; bytes of the first shards of an expert (sizes);
-    how many experts miss so many shards (lengths); by subset. By id in the layer: tally, all 0 between plans.
-    `State.scatter` as the split saw it.
+    how many experts miss so many shards (lengths); by subset. `State.scatter` as the split saw it.
     """
 
     lane: NDArray[np.int8]
@@ -159,7 +158,6 @@ class Work(NamedTuple):
     open_runs: NDArray[np.float64]
     scatter: NDArray[np.float64]
     worth: NDArray[np.float64]
-    tally: NDArray[np.int32]
     order: NDArray[np.int32]
     who: NDArray[np.int32]
     mark: NDArray[np.int8]
@@ -194,7 +192,6 @@ def make_work(geometry: Geometry, max_experts: int | None = None) -> Work:
         reuse=np.zeros(most, np.float64),
         scatter=np.zeros(1, np.float64),
         worth=np.zeros(most, np.float64),
-        tally=np.zeros(int(np.diff(geometry.first_expert).max()), np.int32),
         missing=np.zeros(most, np.int32),
         open=np.zeros(most, np.int32),
         open_nbytes=np.zeros(most, np.float64),

@@ -19,7 +19,7 @@ from trilane.placement import place_missing
 from trilane.plan import NUM_COPIES, NUM_MISSING, NUM_RUNS, NUM_UNPLACED
 from trilane.residency import NO_PRICE, empty_slot, reserve_slot, slot_price, take_slots
 from trilane.split import choose_split, learn_scatter
-from trilane.wanted import best_wanted, drop_wanted, want_expert
+from trilane.wanted import best_wanted, drop_coming, drop_wanted, has_victim, list_coming, want_expert
 
 
 @decision
@@ -77,7 +77,7 @@ def plan_step(state, geometry, rates, options, layer, experts, rows, num_experts
     missing = _clear_counts(geometry, step, work)
     if missing > 0:
         if state.follower.shape[1] > 0 and not is_wave:
-            weigh_experts(state, geometry, layer, experts, num_experts, work.worth, work.reuse, work.tally)
+            weigh_experts(state, geometry, layer, experts, num_experts, work.worth, work.reuse)
         split = choose_split(state, geometry, rates, options, step, work)
         place_missing(state, geometry, options, step, work, split)
         if options.counts_copies:
@@ -174,6 +174,8 @@ def learn_step(state, geometry, options, layer, experts, num_experts):
     if state.follower.shape[1] > 0:
         follow_step(state, geometry, layer, experts, num_experts)
     if options.background:
+        if state.follower.shape[1] > 0:
+            list_coming(state, geometry, layer, experts, num_experts)
         for i in range(num_experts):
             expert = geometry.first_expert[layer] + experts[i]
             if state.resident[expert] < geometry.num_shards[layer]:
@@ -182,7 +184,7 @@ def learn_step(state, geometry, options, layer, experts, num_experts):
 
 @decision
 def plan_background(state, geometry, options, most, work):
-    """Reserve slots for shards of the wanted experts that are worth more than what they displace.
+    """Reserve slots for shards of experts that are worth more than what they displace: those to come, then the wanted.
 
     Parameters
     ----------
@@ -196,6 +198,15 @@ def plan_background(state, geometry, options, most, work):
     """
     count = 0
     most = min(most, options.max_fills, work.fill_slot.size)
+    while count < most and state.num_coming[0] > 0:
+        expert, score = state.coming[0], state.coming_score[0]
+        layer = geometry.layer_of[expert]
+        shard = _first_absent(state, geometry, expert)
+        if shard < 0 or not has_victim(state, geometry, layer, score):
+            drop_coming(state)
+            continue
+        _reserve_shard(state, geometry, state.pool_of[layer], shard, work, count)
+        count += 1
     while count < most and state.num_wanted[0] > 0:
         place = best_wanted(state)
         expert = state.wanted[place]
@@ -204,11 +215,16 @@ def plan_background(state, geometry, options, most, work):
         if shard < 0 or slot_price(state, pool) >= state.score[expert]:
             drop_wanted(state, place)
             continue
-        take_slots(state, geometry, pool, NO_PRICE, 1, work.fill_slot, work.fill_victim, count)
-        reserve_slot(state, pool, int(work.fill_slot[count]), shard)
-        work.fill_shard[count] = shard
+        _reserve_shard(state, geometry, pool, shard, work, count)
         count += 1
     return count
+
+
+@decision
+def _reserve_shard(state, geometry, pool, shard, work, at):
+    take_slots(state, geometry, pool, NO_PRICE, 1, work.fill_slot, work.fill_victim, at)
+    reserve_slot(state, pool, int(work.fill_slot[at]), shard)
+    work.fill_shard[at] = shard
 
 
 @decision

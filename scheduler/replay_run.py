@@ -201,11 +201,19 @@ def _idle_us(run, rates):
 
 
 @compiled(counted=False)
+def _shard_us(run, rates):
+    """Link time of one shard of the step's layer."""
+    return stream_us(rates, 1.0, float(run.geometry.shard_nbytes[run.now[Now.LAYER], 0]))
+
+
+@compiled(counted=False)
 def _fill_background(run, rates):
     """Spend the idle link time on the policy's own fills; the last one keeps what it has of its bytes."""
     now, idle = run.now, run.idle_us
     while idle[0] > 0.0:
         if now[Now.BACKGROUND_SLOT] < 0:
+            if idle[0] < _shard_us(run, rates):  # what is fetched ahead is of use only if it is there in time
+                run.state.num_coming[0] = 0
             if plan_background(run.state, run.geometry, run.options, 1, run.fill_work) == 0:
                 return
             now[Now.BACKGROUND_SLOT], now[Now.BACKGROUND_SHARD] = (

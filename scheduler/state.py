@@ -7,7 +7,7 @@ Plain arrays in a NamedTuple, so that compiled code and plain Python share them.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -20,9 +20,11 @@ DECAYED_FREQUENCY = 1
 PREDICTED = 2
 GIVEN = 3  # scores are set from outside, as a replay that knows the future does; no configuration has it
 EVICTIONS = ("lru", "decayed_frequency", "predicted", "given")
-NUM_FOLLOWERS = 8  # so many of an expert's likeliest followers are remembered
+NUM_FOLLOWERS = 8  # so many of an expert's likeliest followers are remembered, in its layer and in the next one
+NUM_FOLLOWERS_WIDE = 5  # the same where ids of a layer need two bytes
 MOST_FOLLOWED = 16  # steps of more experts neither teach nor predict: all follow all
 NUM_WANTED = 8
+NUM_COMING = 8
 POOLS = ("shared", "layer")
 
 HELD = 1  # flag: the expert belongs to the step in flight, so it is in no heap
@@ -59,13 +61,19 @@ class State(NamedTuple):
         units.
     flags : uint8 (experts,)
         HELD, HINTED, RAISED.
-    follower : uint16 (experts, NUM_FOLLOWERS), follow_rate : uint8 (experts, NUM_FOLLOWERS)
+    follower : uint8 or uint16 (experts, NUM_FOLLOWERS), follow_rate : uint8 (experts, NUM_FOLLOWERS)
         Experts of the layer that were used in the pass after this one, and how often of late in 256ths (0: no entry).
         No columns unless ``eviction`` is PREDICTED.
+    ahead, ahead_rate
+        The same of the experts of the next layer that were used right after this one.
+    tally : int32 (most experts of a layer,)
+        Scratch by id in a layer; all 0 between calls.
     boost : uint16 (experts,), boost_unit : float64 (layers,)
         Rates with which the layer's last experts foretell this one, summed; what 1 of it adds to a score.
     last_experts : int32 (layers, MOST_FOLLOWED), num_last : int64 (layers,), last_clock : int64 (layers,)
         The layer's last step (no experts if it had too many) and when it was.
+    coming : int32 (NUM_COMING,), coming_score : float64 (NUM_COMING,), num_coming : int64 (1,)
+        Experts of the next layer which miss shards and are likely to be used, best first, and what they are worth.
     scatter : float64 (1,)
         How often of late a streamed shard did not go into the slot behind that of its neighbour: a copy more each.
     wanted : int32 (NUM_WANTED,), num_wanted : int64 (1,)
@@ -80,8 +88,8 @@ class State(NamedTuple):
         Factor of ``unit`` for one tick of the clock.
     max_jump : int
         Ticks in which ``unit`` grows by 2**256.
-    prediction : float
-        Uses that a certain one in the next pass is worth.
+    prediction, coming_worth : float
+        Uses that a certain one in the next pass is worth to a score, and one in the next layer to `coming_score`.
     """
 
     slot_of: NDArray[np.int32]
@@ -101,13 +109,19 @@ class State(NamedTuple):
     heap_size: NDArray[np.int64]
     score: NDArray[np.float64]
     flags: NDArray[np.uint8]
-    follower: NDArray[np.uint16]
+    follower: NDArray[Any]
     follow_rate: NDArray[np.uint8]
+    ahead: NDArray[Any]
+    ahead_rate: NDArray[np.uint8]
+    tally: NDArray[np.int32]
     boost: NDArray[np.uint16]
     boost_unit: NDArray[np.float64]
     last_experts: NDArray[np.int32]
     num_last: NDArray[np.int64]
     last_clock: NDArray[np.int64]
+    coming: NDArray[np.int32]
+    coming_score: NDArray[np.float64]
+    num_coming: NDArray[np.int64]
     scatter: NDArray[np.float64]
     wanted: NDArray[np.int32]
     num_wanted: NDArray[np.int64]
@@ -119,6 +133,7 @@ class State(NamedTuple):
     growth: float
     max_jump: int
     prediction: float
+    coming_worth: float
 
 
 def make_state(
@@ -157,7 +172,11 @@ def make_state(
     first_slot = np.concatenate([np.zeros(1, np.int64), np.cumsum(slots)])
     half_life = half_life_steps * layers
     num_experts = int(geometry.first_expert[-1])
-    followers = (num_experts, NUM_FOLLOWERS if eviction == "predicted" else 0)
+    largest = int(np.diff(geometry.first_expert).max())
+    id_type = np.uint8 if largest <= 256 else np.uint16
+    columns = NUM_FOLLOWERS if largest <= 256 else NUM_FOLLOWERS_WIDE
+    followers = (num_experts, columns if eviction == "predicted" else 0)
+    certain = 1.0 / (1.0 - 2.0 ** (-1.0 / half_life_steps))  # uses of late of an expert that every pass uses
     return State(
         slot_of=np.full(int(geometry.first_shard[-1]), -1, np.int32),
         owner=np.full(int(first_slot[-1]), -1, np.int64),
@@ -176,24 +195,31 @@ def make_state(
         heap_size=np.zeros(len(slots), np.int64),
         score=np.zeros(num_experts, np.float64),
         flags=np.zeros(num_experts, np.uint8),
-        follower=np.zeros(followers, np.uint16),
+        follower=np.zeros(followers, id_type),
         follow_rate=np.zeros(followers, np.uint8),
+        ahead=np.zeros(followers, id_type),
+        ahead_rate=np.zeros(followers, np.uint8),
+        tally=np.zeros(largest, np.int32),
         boost=np.zeros(num_experts, np.uint16),
         boost_unit=np.zeros(layers, np.float64),
         last_experts=np.zeros((layers, MOST_FOLLOWED), np.int32),
         num_last=np.zeros(layers, np.int64),
         last_clock=np.zeros(layers, np.int64),
+        coming=np.zeros(NUM_COMING, np.int32),
+        coming_score=np.zeros(NUM_COMING, np.float64),
+        num_coming=np.zeros(1, np.int64),
         scatter=np.zeros(1, np.float64),
         wanted=np.zeros(NUM_WANTED, np.int32),
         num_wanted=np.zeros(1, np.int64),
-        held=np.zeros(int(np.diff(geometry.first_expert).max()), np.int32),
+        held=np.zeros(largest, np.int32),
         num_held=np.zeros(1, np.int64),
         clock=np.zeros(1, np.int64),
         unit=np.ones(1, np.float64),
         eviction=EVICTIONS.index(eviction),
         growth=float(2.0 ** (1.0 / half_life)),
         max_jump=max(1, int(256 * half_life)),
-        prediction=float(prediction / (1.0 - 2.0 ** (-1.0 / half_life_steps))),
+        prediction=float(prediction * certain),
+        coming_worth=float((1.0 + prediction / 2.0) * certain),
     )
 
 
@@ -231,17 +257,24 @@ def check(state: State, geometry: Geometry) -> None:
 def _check_followers(state: State, geometry: Geometry) -> None:
     """What is remembered of followers names experts of the layer; a boost is in a score where the flag says so."""
     counts = np.diff(geometry.first_expert)
-    known = np.where(state.follow_rate > 0, state.follower, 0)
-    assert (known < counts[geometry.layer_of][:, None]).all(), "a follower is outside its layer"
+    following = np.roll(counts, -1)
+    for ids, rates, most in (
+        (state.follower, state.follow_rate, counts),
+        (state.ahead, state.ahead_rate, following),
+    ):
+        known = np.where(rates > 0, ids, 0)
+        assert (known < most[geometry.layer_of][:, None]).all(), "a follower is outside its layer"
+    assert not state.tally.any(), "the tally is not cleared"
     assert ((state.num_last >= 0) & (state.num_last <= MOST_FOLLOWED)).all(), f"num_last {state.num_last}"
     assert ((state.last_experts >= 0) & (state.last_experts < counts[:, None])).all(), "a last expert is outside"
     assert (state.last_clock >= 0).all() and (state.last_clock <= state.clock[0]).all(), "a last step is to come"
     assert np.isfinite(state.boost_unit).all() and (state.boost_unit >= 0).all(), "a boost is no number"
     assert (state.boost[(state.flags & RAISED) == 0] == 0).all(), "a boost is not in its score"
     assert 0 <= state.scatter[0] <= 1, f"scatter {state.scatter}"
-    wanted = state.wanted[: state.num_wanted[0]].tolist()
-    assert len(set(wanted)) == len(wanted) == state.num_wanted[0], f"wanted {wanted}"
-    assert all(0 <= e < geometry.first_expert[-1] for e in wanted), f"wanted {wanted}"
+    for name, list_, num in (("wanted", state.wanted, state.num_wanted), ("coming", state.coming, state.num_coming)):
+        experts = list_[: num[0]].tolist()
+        assert len(set(experts)) == len(experts) == num[0], f"{name} {experts}"
+        assert all(0 <= e < geometry.first_expert[-1] for e in experts), f"{name} {experts}"
 
 
 def _check_slots(state: State) -> None:

@@ -52,7 +52,7 @@ def run_steps(geometry, state, steps, layer=0):
         plan_layer(state, geometry, RATES, OPTIONS, layer, ids, rows, len(ids), clock, work)
         learn_step(state, geometry, OPTIONS, layer, ids, len(ids))
         check(state, geometry)
-        assert not work.tally.any()
+        assert not state.tally.any()
         yield
 
 

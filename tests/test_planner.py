@@ -280,6 +280,8 @@ def random_digest(num_steps):
                 state.unit,
                 state.boost,
                 state.follow_rate,
+                state.ahead_rate,
+                state.coming_score[: state.num_coming[0]],
             ):
                 digest.update(np.ascontiguousarray(array).tobytes())
         check(state, geometry)

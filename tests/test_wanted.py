@@ -8,7 +8,7 @@ from trilane.plan import make_options, make_work
 from trilane.planner import learn_step, plan_background, plan_layer
 from trilane.residency import drop_fill, land_fill
 from trilane.state import NUM_WANTED, check, make_state
-from trilane.wanted import best_wanted, drop_wanted, want_expert
+from trilane.wanted import best_wanted, drop_coming, drop_wanted, has_victim, want_expert
 
 GEOMETRY = make_geometry([32], [[1000] * 2])
 ON_CPU = make_options(force="cpu", background=True, admit="score")
@@ -68,3 +68,41 @@ def test_a_fill_displaces_only_what_is_worth_less():
     assert sorted(work.fill_victim[:2].tolist()) == [0, 1]
     assert plan_background(state, GEOMETRY, ON_CPU, 4, work) == 0  # on its way already
     check(state, GEOMETRY)
+
+
+def test_what_the_next_layer_will_use_is_fetched_ahead():
+    """Expert 2 e + 1 of layer 1 always follows expert e of layer 0; a fill brings it before it is asked for."""
+    geometry = make_geometry([16, 32], [[1000] * 2] * 2)
+    state, work = make_state(geometry, 12, eviction="predicted"), make_work(geometry)
+    rng, options, rows = np.random.default_rng(0), make_options(background=True, admit="score"), np.ones(4, np.int32)
+    hits = []
+    for clock in range(2, 2000, 2):
+        ids = rng.choice(16, 2, replace=False).astype(np.int32)
+        for layer, experts in ((0, ids), (1, (2 * ids + 1).astype(np.int32))):
+            plan_layer(state, geometry, H200, options, layer, experts, rows, 2, clock + layer, work)
+            hits.append(work.counts[0])
+            learn_step(state, geometry, options, layer, experts, 2)
+            for k in range(plan_background(state, geometry, options, 4, work)):
+                assert land_fill(state, geometry, int(work.fill_slot[k]), int(work.fill_shard[k]))
+        if clock % 100 == 2:
+            check(state, geometry)
+    late = np.array(hits[1000:]).reshape(-1, 2)
+    assert late[:, 1].mean() > 3.2 > 1.5 > late[:, 0].mean()  # of 4 shards; layer 0 is uniform
+
+
+def test_the_coming_layer_pays_for_no_fill_of_its_own():
+    geometry = make_geometry([8, 8], [[1000]] * 2)
+    state = make_state(geometry, 1, eviction="given")
+    work, one = make_work(geometry), np.ones(1, np.int32)
+    plan_layer(state, geometry, H200, make_options(force="stream"), 1, one, one, 1, 1, work)
+    plan_layer(state, geometry, H200, make_options(force="cpu"), 0, one, one, 1, 2, work)
+    assert has_victim(state, geometry, 1, 1.0) and not has_victim(state, geometry, 1, 0.0)
+    state = make_state(geometry, 1, eviction="predicted")
+    for clock, layer, lane in ((1, 0, "cpu"), (2, 1, "stream"), (3, 0, "cpu")):
+        options = make_options(force=lane)
+        plan_layer(state, geometry, H200, options, layer, one, one, 1, clock, work)
+        learn_step(state, geometry, options, layer, one, 1)
+    assert not has_victim(state, geometry, 1, 1e9) and has_victim(state, geometry, 0, 1e9)
+    state.coming[:3], state.num_coming[0] = [4, 5, 6], 3
+    drop_coming(state)
+    assert state.coming[: state.num_coming[0]].tolist() == [5, 6]
