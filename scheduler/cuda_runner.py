@@ -80,7 +80,7 @@ class CudaRunner:
         self.threads = CudaThreads(config)
         self.launches = StepLaunches(self.device)
         self.tables = make_tables(store, _CpuSide(self.num_threads), isa)
-        self.options = policy_options(config)
+        self.options = policy_options(config)._replace(background=False)  # no fill of its own would be in time
         self._work, self._fill_work = make_work(self.geometry), make_work(self.geometry)
         self._make_scratch()
         self._counted = np.zeros(2, np.int64)
