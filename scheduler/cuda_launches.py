@@ -26,9 +26,15 @@ class StepLaunches:
     Parameters
     ----------
     device : CudaDevice
+
+    Attributes
+    ----------
+    count : int
+        Steps that were put on streams; what a graph of the caller replays is not among them.
     """
 
     def __init__(self, device: CudaDevice) -> None:
+        self.count = 0
         self.device, self.driver = device, device.driver
         self._steps: OrderedDict[tuple[Any, ...], tuple[Encoded, int]] = OrderedDict()
         self._stream: int | None = None
@@ -38,6 +44,7 @@ class StepLaunches:
         with device_errors():
             capturing = self.driver.is_capturing(stream)
             self.order(stream, capturing)
+            self.count += 1
             encoded, graph = self._encoded(step, ids, id_nbytes, weights, make_graph=not capturing)
             if graph:
                 status = launch_graph(self.driver.table.ctypes.data, graph, stream)

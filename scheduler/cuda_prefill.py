@@ -1,8 +1,11 @@
 """Large batches on a GPU: a layer's missing experts stream once through two stages past the slots.
 
-The host decides what to copy when a step is submitted; the GPU looks at the slot table when it gets there. Steps that
-are still on their way may change the table in between: what was resident is read in place then, and what is pageable,
-and cannot be, is copied unless the stream is idle. Slots are read and never filled, so nothing is evicted.
+The host decides what to copy when a pass is submitted; the GPU looks at the slot table when it gets there. Steps that a
+graph of the caller has put in between may change the table: what was resident is read in place then, and what is
+pageable, and cannot be, is copied unless the stream is idle. Slots are read and never filled, so nothing is evicted.
+
+Decode steps that the runner put on the stream are waited for first. Their copies are issued when the GPU asks for them;
+a stream of ours that waited for such a step could hold them up where streams share one of the GPU's queues.
 """
 
 from __future__ import annotations
@@ -20,7 +23,7 @@ from trilane.cuda_crossover import Batch, lane_allowed, prefill_is_faster
 from trilane.cuda_errors import device_errors
 from trilane.cuda_launches import StepLaunches
 from trilane.cuda_stages import Stages
-from trilane.cuda_threads import CudaThreads
+from trilane.cuda_threads import WAIT_NAP_S, CudaThreads
 from trilane.expert import STREAM
 from trilane.gpu_kernels.cuda_device import CudaDevice
 from trilane.gpu_kernels.driver import DriverError, Encoded
@@ -79,6 +82,7 @@ class CudaPrefill:
         self.device, self.memory, self.driver = device, device.prefill, device.driver
         self.launches, self.threads, self.state, self.totals = launches, threads, state, totals
         self.from_rows, self.submit_us, self._check = from_rows, 0.0, check
+        self._steps = launches.count
         self.stages = Stages(self.driver, self.memory, device.pinned, check)
         self._kept: OrderedDict[tuple[Any, ...], Encoded] = OrderedDict()
         self._words = [self._layer_words(layer) for layer in range(len(device.layers))]
@@ -111,7 +115,7 @@ class CudaPrefill:
         """Whether a batch is worth a closer look: one comparison, since every step comes by here."""
         if isinstance(self.from_rows, str):
             return rows * top_k >= self.device.layers[layer].num_experts
-        return rows >= self.from_rows
+        return top_k > 0 and rows >= self.from_rows
 
     def takes(
         self, layer: int, rows: int, top_k: int, experts: Ints | None, rates: Rates, options: Options, step_rows: int
@@ -148,9 +152,10 @@ class CudaPrefill:
     ) -> None:
         """Put a pass on a stream; all addresses are the GPU's. ``experts``: those routed to, where they are known."""
         self._check()
-        begin = time.perf_counter()
         with device_errors():
             self.launches.order(stream, capturing=False)
+            self._wait_for_steps(stream)
+            begin = time.perf_counter()
             address, read = self.stages.take_list()
             needed, missing = self._look(step, stream, experts)
             batches = cut_batches(needed, missing, self.memory.shape.stage_nbytes // self._stride(step.layer))
@@ -167,6 +172,15 @@ class CudaPrefill:
             self._run_batches(step, batches, copies, turn, stream)
             self._start(step.layer, [sum_launch(layer_words, words, prefill)], stream)
         self.submit_us = min(self.submit_us or inf, 1e6 * (time.perf_counter() - begin))
+
+    def _wait_for_steps(self, stream: int) -> None:
+        """Until the steps are done that were put on a stream since the last pass."""
+        while self._steps != self.launches.count:
+            if self.driver.finished(stream):
+                self._steps = self.launches.count
+            else:
+                self._check()
+                time.sleep(WAIT_NAP_S)
 
     def _stride(self, layer: int) -> int:
         return self.device.layers[layer].expert_stride

@@ -10,8 +10,10 @@ from expert_cases import assert_same_bits, expected, profile_for, random_routing
 from played_driver import PlayedDriver
 
 import trilane.cuda_runner
-from trilane import ExpertScheduler
+from trilane import DeviceError, ExpertScheduler
 from trilane.cuda_crossover import Batch, decode_us, distinct_experts, prefill_is_faster
+from trilane.gpu_kernels.driver import DriverError
+from trilane.host_runner import StepInput
 from trilane.plan import make_options
 from trilane.prefill_batches import cut_batches, place_shards
 from trilane.state import check
@@ -142,49 +144,85 @@ def test_copies_stay_within_one_registration(played, monkeypatch):
     run(scheduler, 20)
 
 
-def test_arrays_on_the_gpu_and_steps_that_are_still_on_their_way(played):
-    """Nothing is waited for: steps change the slot table between a batch's submission and its start."""
-    store, rng = store_of(experts=8), np.random.default_rng(2)
-    scheduler = played(
-        store,
-        PlayedDriver(copy_s=0.003),
-        cache={"slots": 4},
-        policy={"prefill_rows": 5, "force": "stream", "admit": "always"},
-    )
-    kept, wanted = [], []
-    for number in range(14):
-        x, ids, weights = random_step(store, 1 if number % 3 else 9, top_k=2, seed=number)
-        out = np.zeros_like(x)
-        arrays = [DeviceArray(a) for a in (x, rng.permutation(ids, axis=1), weights, out)]
-        kept.append((scheduler.submit(0, *arrays[:3], out=arrays[3]), arrays))
-        wanted.append(expected(store, 0, x, arrays[1].array, weights))
+def submit(scheduler, x, ids, weights, layer=0):
+    """A step with arrays on the GPU, not waited for; what it reads and writes."""
+    arrays = [DeviceArray(a) for a in (x, ids, weights, np.zeros_like(x))]
+    return scheduler.submit(layer, *arrays[:3], out=arrays[3]), arrays
+
+
+def wait(scheduler):
     scheduler._runner.wait_for(scheduler._runner.device.work_stream)
-    for (_, arrays), want in zip(kept, wanted, strict=True):
-        assert_same_bits(arrays[3].array, want)
+
+
+def test_batches_and_steps_that_nobody_waits_for(played):
+    store = store_of(experts=8)
+    scheduler = played(
+        store, PlayedDriver(copy_s=0.003), cache={"slots": 4},
+        policy={"prefill_rows": 5, "force": "stream", "admit": "always"},
+    )  # fmt: skip
+    steps = [random_step(store, 1 if number % 3 else 9, seed=number) for number in range(14)]
+    kept = [submit(scheduler, *step) for step in steps]
+    wait(scheduler)
+    for (_, arrays), step in zip(kept, steps, strict=True):
+        assert_same_bits(arrays[3].array, expected(store, 0, *step))
     assert passes(scheduler) == 5
 
 
-def test_what_is_pageable_is_copied_while_the_stream_is_busy(played):
-    """The slot table may change before the batch gets there, and what is gone then cannot be read in place."""
+class Replayed:
+    """A step as a graph of the caller has it: the runner does not see when it runs."""
+
+    def __init__(self, scheduler, x, ids, weights):
+        self.runner, self.arrays = scheduler._runner, [np.ascontiguousarray(a) for a in (x, ids, weights, x)]
+        x_at, ids_at, weights_at, out = (a.ctypes.data for a in self.arrays)
+        stride = 4 * x.shape[1]
+        step = StepInput(0, len(x), ids.shape[1], x_at, stride, "f32", out, stride, "f32")
+        self.encoded = self.runner.launches.encode(step, ids_at, 8, weights_at)
+
+    def run(self):
+        self.encoded.launch(self.runner.driver.table, self.runner.device.work_stream)
+
+
+@pytest.mark.parametrize("pinned", [0, 1 << 40])
+def test_steps_of_a_graph_may_change_the_slots_before_a_pass(played, pinned):
+    """What is gone then is read in place; what is pageable cannot be, and is copied while the stream is busy."""
     store, driver = store_of(experts=8), PlayedDriver(copy_s=0.01)
     scheduler = played(
-        store, driver, cache={"fraction": 0.5}, host={"pin_limit": 0},
+        store, driver, cache={"slots": 4}, host={"pin_limit": pinned},
         policy={"prefill_rows": 5, "force": "stream", "admit": "always"},
     )  # fmt: skip
-    run(scheduler, 2)
-    bounces = {address for address, _ in scheduler._runner.device.prefill.bounces}
+    x, one = np.ones((1, store.hidden), np.float32), np.ones((1, 2), np.float32)
+    scheduler.forward(0, x, [[0, 1]], one)
+    sources = {address for address, _ in scheduler._runner.device.prefill.bounces}
+    sizes, step = store.layers[0].layout.shard_nbytes, random_step(store, 9)
     for busy in (False, True):
         before, here = len(driver.copies), resident(scheduler)
-        kept = []
-        for rows in (1, 9) if busy else (9,):
-            x, ids, weights = random_step(store, rows, seed=5)
-            arrays = [DeviceArray(a) for a in (x, ids, weights, np.zeros_like(x))]
-            kept.append((scheduler.submit(0, *arrays[:3], out=arrays[3]), arrays))
-        scheduler._runner.wait_for(scheduler._runner.device.work_stream)
-        assert_same_bits(arrays[3].array, expected(store, 0, x, ids, weights))
-        through = sum(nbytes for _, source, nbytes in driver.copies[before:] if source in bounces)
-        sizes = store.layers[0].layout.shard_nbytes
-        assert here.any() and through == ((~here | busy) * sizes).sum()
+        assert here.sum() == 4
+        if busy:
+            graph = Replayed(scheduler, x, np.array([[5, 6]]), one)
+            graph.run()
+        _, arrays = submit(scheduler, *step)
+        wait(scheduler)
+        assert_same_bits(arrays[3].array, expected(store, 0, *step))
+        through = sum(nbytes for _, source, nbytes in driver.copies[before:] if source in sources)
+        assert through == (((~here | busy) * sizes).sum() if pinned == 0 else 0)
+    assert not (resident(scheduler) & here).any()
+
+
+def test_a_copy_that_the_driver_refuses_is_an_error_and_nothing_more(played):
+    scheduler = played(store_of(), cache={"fraction": 0.3}, policy={"prefill_rows": 3})
+    driver, copies = scheduler._runner.driver, []
+
+    def refuse(*copy):
+        copies.append(copy)
+        raise DriverError("cuMemcpyHtoDAsync_v2: invalid argument (CUDA error 1)")
+
+    driver.to_device = refuse
+    with pytest.raises(DeviceError, match="cuMemcpyHtoDAsync"):
+        run(scheduler, 9)
+    del driver.to_device
+    for rows in (9, 2, 9):
+        run(scheduler, rows)
+    assert len(copies) == 1
 
 
 # ------------------------------------------------------------------------------------------------- copies
@@ -212,10 +250,9 @@ def test_ids_that_only_the_gpu_knows_bring_the_whole_layer(played):
     store = store_of(layers=2)
     scheduler = played(store, cache={"fraction": 0.5}, policy={"prefill_rows": 5})
     x, ids, weights = random_step(store, 8, layer=1)
-    ids, out = np.where(ids >= 0, 3, ids), np.zeros_like(x)
-    arrays = [DeviceArray(a) for a in (x, ids, weights, out)]
-    scheduler.submit(1, *arrays[:3], out=arrays[3])
-    scheduler._runner.wait_for(scheduler._runner.device.work_stream)
+    ids = np.where(ids >= 0, 3, ids)
+    _, arrays = submit(scheduler, x, ids, weights, layer=1)
+    wait(scheduler)
     assert_same_bits(arrays[3].array, expected(store, 1, x, ids, weights))
     assert (copied_shards(scheduler, 0, layer=1) == 1).all() and not copied_shards(scheduler, 0, layer=0).any()
 
