@@ -248,7 +248,8 @@ def test_residents_are_not_copied_again_and_the_rest_once(played):
 
 def test_ids_that_only_the_gpu_knows_bring_the_whole_layer(played):
     store = store_of(layers=2)
-    scheduler = played(store, cache={"fraction": 0.5}, policy={"prefill_rows": 5})
+    slow = PlayedDriver(copy_s=0.05)  # what is computed before its copy has landed is wrong
+    scheduler = played(store, slow, cache={"fraction": 0.5}, policy={"prefill_rows": 5})
     x, ids, weights = random_step(store, 8, layer=1)
     ids = np.where(ids >= 0, 3, ids)
     _, arrays = submit(scheduler, x, ids, weights, layer=1)
