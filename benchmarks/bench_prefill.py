@@ -144,26 +144,29 @@ def time_ms(runner, put, repeats, in_row):
     return [1e3 * float(np.median(seconds)) for seconds in (alone, each, submit)]
 
 
-def measure(scheduler, rows, gb_s, repeats, in_row=8):
-    """One line for passes, and the ms of the same batch by decode steps."""
-    runner, prefill = scheduler._runner, scheduler._runner.prefill
-    batch = DeviceBatch(runner, rows, SHAPE.top_k)
-    resident, layout = resident_part(scheduler), scheduler.store.layers[0].layout
-    missing = (1 - resident) * scheduler.store.layers[0].num_experts * float(layout.shard_nbytes.sum())
-    try:
-        alone, each, submit = time_ms(runner, lambda: batch.put(prefill), repeats, in_row)
-        chosen = runner.prefill_for(0, rows, SHAPE.top_k, runner.device.work_stream) is not None
-        copies = -(-rows // prefill.max_rows(SHAPE.top_k))
-        line = Line(rows, resident, alone, each, copies * missing / gb_s / 1e6, submit, chosen)
-        steps = time_ms(runner, lambda: batch.put(None), 3, 1)[0] if rows <= 512 and resident < 1 else float("nan")
-    finally:
-        batch.close()
-    return line, steps
+def measure(scheduler, rows, gb_s, repeats, top_k=SHAPE.top_k, in_row=8):
+    """One line of passes."""
+    runner, prefill, layer = scheduler._runner, scheduler._runner.prefill, scheduler.store.layers[0]
+    batch, resident = DeviceBatch(runner, rows, top_k), resident_part(scheduler)
+    missing = (1 - resident) * layer.num_experts * float(layer.layout.shard_nbytes.sum())
+    alone, each, submit = time_ms(runner, lambda: batch.put(prefill), repeats, in_row)
+    chosen = runner.prefill_for(0, rows, top_k, runner.device.work_stream) is not None
+    batch.close()
+    bound = -(-rows // prefill.max_rows(top_k)) * missing / gb_s / 1e6
+    return Line(rows, resident, alone, each, bound, submit, chosen)
 
 
-def check_bits(scheduler, rows):
+def steps_ms(scheduler, rows, top_k):
+    """The same batch by decode steps, which change what is resident."""
+    batch = DeviceBatch(scheduler._runner, rows, top_k)
+    alone, _, _ = time_ms(scheduler._runner, lambda: batch.put(None), 3, 1)
+    batch.close()
+    return alone
+
+
+def check_bits(scheduler, rows, top_k):
     """Passes against the host device, every bit."""
-    batch = DeviceBatch(scheduler._runner, rows, SHAPE.top_k)
+    batch = DeviceBatch(scheduler._runner, rows, top_k)
     batch.put(scheduler._runner.prefill)
     _wait(scheduler._runner)
     found = batch.output()
@@ -192,12 +195,13 @@ def main(argv=None, shape=SHAPE):
                 print(
                     f"stages of {memory.stage_nbytes / 1e6:.1f} MB, passes of up to {memory.max_rows} rows", flush=True
                 )
-                check_bits(scheduler, min(rows))
+                check_bits(scheduler, min(rows), shape.top_k)
             gb_s = link_gb_s(runner, repeats)
             print(f"\n{resident_part(scheduler):.0%} resident; link {gb_s:.1f} GB/s")
             print("  rows   alone ms  in a row   bound   ratio  in a row  submit ms  chosen  decode steps ms")
             for count in rows:
-                line, steps = measure(scheduler, count, gb_s, repeats)
+                line = measure(scheduler, count, gb_s, repeats, shape.top_k)
+                steps = steps_ms(scheduler, count, shape.top_k) if count <= 512 and resident < 1 else float("nan")
                 ratios = [ms / line.bound_ms if line.bound_ms else float("nan") for ms in line[2:4]]
                 print(
                     f"{line.rows:6d} {line.alone_ms:10.2f} {line.in_row_ms:9.2f} {line.bound_ms:7.2f} {ratios[0]:7.2f}"

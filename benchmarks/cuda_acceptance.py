@@ -24,6 +24,7 @@ import numpy as np
 SHAPE = {"hidden": 2048, "intermediate": 768, "num_experts": 16, "top_k": 8, "format": "q4_k"}
 NUM_LAYERS = 48
 PREDICTED_SHAPE = SHAPE | {"num_experts": 32}
+PREFILL_SHAPE = SHAPE | {"num_experts": 128}
 COUNTS = (1, 2, 4, 8)
 TOKENS = 20
 
@@ -218,6 +219,31 @@ def predicted(shape=PREDICTED_SHAPE, layers=8, slots=(0.25, 0.5), repeats=10, pr
         row(f"predicted against measured: {name} of the relative error", error, goal, unit="")
 
 
+def prefill(shape=PREFILL_SHAPE, rows=512, residents=(0.0, 0.25), repeats=9):
+    """A layer of many rows over what the link takes for its missing bytes; and what was copied."""
+    from benchmarks.bench_prefill import link_gb_s, measure, open_gpu
+    from benchmarks.cuda_identity import made_profile
+    from trilane.random_store import StepShape, random_store
+
+    store = random_store(StepShape(**shape))
+    for resident in residents:
+        with open_gpu(store, resident, made_profile(store)) as scheduler:
+            gb_s, before = link_gb_s(scheduler._runner, repeats), scheduler.stats()
+            found, after = measure(scheduler, rows, gb_s, repeats, shape["top_k"]), scheduler.stats()
+        name = f"prefill, {rows} rows, {found.resident:.0%} resident"
+        row(
+            f"{name}: {found.alone_ms:.2f} ms over the link's {found.bound_ms:.2f}",
+            found.alone_ms / found.bound_ms,
+            1.2,
+            unit="",
+        )
+        row(f"{name}: one of several in a row", found.in_row_ms / found.bound_ms, 1.2, unit="")
+        all_shards = store.layers[0].num_experts * store.layers[0].layout.num_shards
+        copied = (after.lanes["stream"].shards - before.lanes["stream"].shards) / (after.steps - before.steps)
+        beyond = round(copied - (1 - found.resident) * all_shards, 6)
+        row(f"{name}: shards copied in a pass, beyond those that are missing", beyond, 0, unit="")
+
+
 # part: (function, slots as a part of all experts, whether the lanes' rates are measured first)
 PARTS = {
     "resident": (resident, 1.0, False),
@@ -226,6 +252,7 @@ PARTS = {
     "together": (together, 0.5, True),
     "joint": (joint, 0.5, True),
     "predicted": (predicted, None, True),  # opens schedulers itself
+    "prefill": (prefill, None, False),
 }
 START_S = 240.0  # what compiling may take, once on a machine
 

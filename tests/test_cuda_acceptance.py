@@ -61,6 +61,14 @@ def test_predictions_are_judged(monkeypatch, capsys):
     assert 0 <= found[2]["figure"] <= found[3]["figure"]
 
 
+def test_prefill_copies_what_is_missing_once(monkeypatch, capsys):
+    monkeypatch.setattr(trilane.cuda_runner, "CudaDriver", PlayedDriver)
+    cuda_acceptance.prefill(SHAPE, rows=9, residents=(0.5,), repeats=1)
+    found = list(map(json.loads, capsys.readouterr().out.splitlines()))
+    assert [row["goal"] for row in found] == [1.2, 1.2, 0] and found[2]["figure"] == 0
+    assert "9 rows, 50% resident" in found[0]["line"] and found[0]["figure"] > 0
+
+
 def test_rows_are_judged_by_their_goal():
     line = {"line": "x", "figure": 0.94, "goal": 0.95, "sense": ">=", "unit": ""}
     assert cuda_acceptance.verdict(line) == "NOT held" and cuda_acceptance.verdict(line | {"figure": 0.95}) == "held"
