@@ -58,7 +58,7 @@ def decode_us(rates: Rates, options: Options, batch: Batch) -> float:
     """
     steps = ceil(batch.rows / batch.step_rows)
     rows = batch.rows / steps
-    experts = distinct_experts(ceil(rows), batch.top_k, batch.num_experts)
+    experts = max(1.0, min(batch.considered, distinct_experts(ceil(rows), batch.top_k, batch.num_experts)))
     row_bytes = rows * batch.top_k * batch.expert_nbytes
     in_row = max(1.0, rows * batch.top_k / experts)
     link = min(
