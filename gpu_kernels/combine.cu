@@ -1,39 +1,37 @@
 // combine: the output of a layer-step, once the CPU lane's parts are there. Grid (column chunks, rows), 256 threads.
 //
-// The first block waits for the host and tells the others: reads of one word of host memory by many blocks queue up.
+// Of few blocks each looks at the host's word itself; of many the first one does and tells the others, because reads of
+// one word of host memory by many blocks queue up. They look before the plan has ended: what is later counts.
 #include "combine.cuh"
 
-// One thread: until the CPU lane's parts are there; both words that it looks at are asked for side by side.
-DEV void wait_for_processor(const Step& step) {
-  u32 clock = step.state->clock, sequence = step.state->sequence;
-  for (;;) {
-    u32 flag = step.cpu_flag ? load_acquire_system(step.cpu_flag) : sequence;
-    u32 aborted = step.abort ? load_acquire_system(step.abort) : 0;  // whatever was waited for may not have come
-    if (aborted) return fail(step, clock, ERROR_ABORTED);
-    if (flag == sequence || *(const volatile u32*)&step.state->failed == clock) return;
-    rest();
-  }
-}
+constexpr int ASKING_BLOCKS = 32;
 
-// One thread of each block.
-DEV void wait_for_parts(const Step& step) {
-  u32 clock = step.state->clock;
-  if (step.state->missing == 0 || blockIdx.x + blockIdx.y == 0) return;
-  while (load_acquire_gpu(&step.state->summable) != clock) rest();
+// One thread: until the CPU lane's parts are there, or the step has failed; both words are asked for side by side.
+DEV void wait_for_processor(const Step& step) {
+  u32 clock = *(const volatile u32*)&step.state->clock, sequence = *(const volatile u32*)&step.state->sequence;
+  for (;; rest()) {
+    u32 flag = step.cpu_flag ? *(const volatile u32*)step.cpu_flag : sequence;
+    u32 aborted = step.abort ? *(const volatile u32*)step.abort : 0;  // whatever was waited for may not have come
+    if (aborted) return fail(step, clock, ERROR_ABORTED);
+    if (flag == sequence || *(const volatile u32*)&step.state->failed == clock) break;
+  }
+  __threadfence_system();
 }
 
 extern "C" __global__ void __launch_bounds__(256) combine(const __grid_constant__ Layer layer, const __grid_constant__ Step step) {
   let_next_start();  // which waits until this has ended
-  bool first = threadIdx.x + blockIdx.x + blockIdx.y == 0;
-  if (first && step.state->missing) wait_for_processor(step);
+  u32 clock = *(const volatile u32*)&step.state->clock, missing = *(const volatile u32*)&step.state->missing;
+  bool first = blockIdx.x + blockIdx.y == 0, all_ask = gridDim.x * gridDim.y <= ASKING_BLOCKS;
+  if (threadIdx.x == 0 && missing && (first || all_ask)) wait_for_processor(step);
   wait_for_earlier();
-  if (first) {
-    step.state->published = 0;
-    store_release_gpu(&step.state->summable, step.state->clock);
+  if (threadIdx.x == 0 && first) {
+    step.state->epoch++;
+    store_release_gpu(&step.state->summable, clock);
   }
   if (combines_at_once(step)) return;
   __shared__ CombineShared shared;
   combine_columns<false>(layer, step, blockIdx.y, blockIdx.x * DOWN_CHUNK, layer.hidden, shared, [&] {
-    if (threadIdx.x == 0) wait_for_parts(step);
+    if (threadIdx.x != 0 || !missing || first || all_ask) return;
+    while (load_acquire_gpu(&step.state->summable) != clock) rest();
   });
 }

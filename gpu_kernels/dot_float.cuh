@@ -16,7 +16,9 @@ template <class Weights> struct FloatFormat {
     return {main + (BLOCK * block + 8 * t) * Weights::NBYTES, left < BLOCK ? left / 32 : 8};
   }
 
-  static __device__ __forceinline__ X load_x(const void* row, int block, int t, int) { return {(const float*)row + BLOCK * block + 8 * t}; }
+  template <bool SPREAD = false> static __device__ __forceinline__ X load_x(const void* row, int block, int t, int) {
+    return {(const float*)row + BLOCK * block + 8 * t};
+  }
 
   static __device__ __forceinline__ float value(const Piece& k, const X& x, int) {
     float acc[8] = {0, 0, 0, 0, 0, 0, 0, 0};

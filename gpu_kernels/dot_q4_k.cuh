@@ -13,10 +13,11 @@ struct q4_k {
     return {w[0], w[1 + 2 * t], w[2 + 2 * t]};
   }
 
-  static __device__ __forceinline__ X load_x(const void* row, int block, int t, int) {
-    const u8* record = (const u8*)row + block * RECORD;
-    const uint4* q = (const uint4*)(record + 64 * t);
-    return {{q[0], q[1], q[2], q[3]}, *(const int*)(record + BS32 + 4 * t), *(const float*)(record + SCALE)};
+  template <bool SPREAD = false> static __device__ __forceinline__ X load_x(const void* row, int block, int t, int) {
+    const u8* record = record_at<SPREAD>(row, block);
+    const uint4* q = (const uint4*)(record + spread<SPREAD>(64 * t));
+    int sums = *(const int*)(record + spread<SPREAD>(BS32) + 4 * t);
+    return {{q[0], q[1], q[2], q[3]}, sums, *(const float*)(record + spread<SPREAD>(SCALE))};
   }
 
   // sc (low byte, next byte) and m of the two sub-blocks of lane t, from the twelve packed bytes.

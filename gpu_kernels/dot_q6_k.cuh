@@ -15,11 +15,12 @@ struct q6_k {
     return {w[at], w[at + 2], w[pairs], w[12], d};
   }
 
-  static __device__ __forceinline__ X load_x(const void* row, int block, int t, int) {
-    const u8* record = (const u8*)row + block * RECORD;
-    const uint4* q = (const uint4*)(record + 128 * (t >> 1) + 16 * (t & 1));
-    const i16* sums = (const i16*)(record + BS16) + 8 * (t >> 1) + (t & 1);
-    return {{q[0], q[2], q[4], q[6]}, {sums[0], sums[2], sums[4], sums[6]}, *(const float*)(record + SCALE)};
+  template <bool SPREAD = false> static __device__ __forceinline__ X load_x(const void* row, int block, int t, int) {
+    const u8* record = record_at<SPREAD>(row, block);
+    const uint4* q = (const uint4*)(record + spread<SPREAD>(128 * (t >> 1)) + 16 * (t & 1));
+    const i16* sums = (const i16*)(record + spread<SPREAD>(BS16)) + 8 * (t >> 1) + (t & 1);
+    float d = *(const float*)(record + spread<SPREAD>(SCALE));
+    return {{q[0], q[2], q[4], q[6]}, {sums[0], sums[2], sums[4], sums[6]}, d};
   }
 
   // Four weights of each quarter r: nibbles from low (r 0, 2 as lower and upper ones) and high (r 1, 3).

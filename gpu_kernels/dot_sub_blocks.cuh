@@ -6,10 +6,11 @@
 
 struct SubBlockX { uint4 a[4]; float d; };
 
-DEV SubBlockX load_sub_block_x(const void* row, int block, int t) {
-  const u8* record = (const u8*)row + block * RECORD;
-  const uint4 *first = (const uint4*)(record + 32 * t), *second = first + 8;
-  return {{first[0], first[1], second[0], second[1]}, *(const float*)(record + SCALE)};
+template <bool SPREAD> DEV SubBlockX load_sub_block_x(const void* row, int block, int t) {
+  const u8* record = record_at<SPREAD>(row, block);
+  const uint4* first = (const uint4*)(record + 32 * t);
+  const uint4* second = (const uint4*)(record + spread<SPREAD>(128 + 32 * t));
+  return {{first[0], first[1], second[0], second[1]}, *(const float*)(record + spread<SPREAD>(SCALE))};
 }
 
 DEV float sum_sub_blocks(float p, float q, float d) {
@@ -46,7 +47,9 @@ struct q8_0 {
     return k;
   }
 
-  static __device__ __forceinline__ X load_x(const void* row, int block, int t, int) { return load_sub_block_x(row, block, t); }
+  template <bool SPREAD = false> static __device__ __forceinline__ X load_x(const void* row, int block, int t, int) {
+    return load_sub_block_x<SPREAD>(row, block, t);
+  }
 
   static __device__ __forceinline__ float value(const Piece& k, const X& x, int) {
     int i = dot16(k.w[1], x.a[1], dot16(k.w[0], x.a[0], 0)), j = dot16(k.w[3], x.a[3], dot16(k.w[2], x.a[2], 0));
@@ -74,7 +77,9 @@ struct mxfp4 {
     return k;
   }
 
-  static __device__ __forceinline__ X load_x(const void* row, int block, int t, int) { return load_sub_block_x(row, block, t); }
+  template <bool SPREAD = false> static __device__ __forceinline__ X load_x(const void* row, int block, int t, int) {
+    return load_sub_block_x<SPREAD>(row, block, t);
+  }
 
   // Four nibbles (the low 16 bits) as four doubled values: magnitudes and their negatives by byte permutation.
   static __device__ __forceinline__ u32 doubled(u32 nibbles) {

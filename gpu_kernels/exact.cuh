@@ -4,7 +4,7 @@
 #include "ptx.cuh"
 
 #define FULL 0xffffffffu
-constexpr int BLOCK = 256, RECORD = 320, BS32 = 256, BS16 = 272, SCALE = 304, BAD = 308;
+constexpr int BLOCK = 256, RECORD = 320, SPREAD_RECORD = 352, BS32 = 256, BS16 = 272, SCALE = 304, BAD = 308;
 constexpr u32 NAN_BITS = 0x7fc00000u, INFINITY_BITS = 0x7f800000u, TINY_BITS = 27u << 23;
 enum GateKind { SILU_GLU, GELU_TANH_GLU, SILU_GLU_CLAMPED, SWIGLU_OAI, RELU2 };
 enum Element { ELEMENT_F32, ELEMENT_F16, ELEMENT_BF16 };
@@ -45,8 +45,15 @@ DEV float activate(int kind, float alpha, float limit, float g, float u) {
   return over_one_plus_exp(g, -z) * u;
 }
 
+// Where a byte of a record is. In shared memory sixteen bytes are left free behind each 128, so that the lanes that
+// read a piece each meet in no bank.
+template <bool SPREAD> DEV int spread(int at) { return SPREAD ? at + at / 128 * 16 : at; }
+template <bool SPREAD> DEV const u8* record_at(const void* row, int block) {
+  return (const u8*)row + block * (SPREAD ? SPREAD_RECORD : RECORD);
+}
+
 // One warp turns 256 floats, eight in each lane, into a 320-byte record. Whether one of them was not finite.
-DEV bool write_record(const float v[8], u8* record, int lane) {
+template <bool SPREAD = false> DEV bool write_record(const float v[8], u8* record, int lane) {
   u32 largest = 0;
 #pragma unroll
   for (int i = 0; i < 8; i++) largest = max(largest, __float_as_uint(v[i]) & 0x7fffffffu);
@@ -62,14 +69,14 @@ DEV bool write_record(const float v[8], u8* record, int lane) {
     sum += q;
     packed[i >> 2] |= (u32)(q & 255) << (8 * (i & 3));
   }
-  *(uint2*)(record + 8 * lane) = make_uint2(packed[0], packed[1]);
+  *(uint2*)(record + spread<SPREAD>(8 * lane)) = make_uint2(packed[0], packed[1]);
   sum += __shfl_xor_sync(FULL, sum, 1);
-  if ((lane & 1) == 0) ((i16*)(record + BS16))[lane >> 1] = (i16)sum;
+  if ((lane & 1) == 0) ((i16*)(record + spread<SPREAD>(BS16)))[lane >> 1] = (i16)sum;
   sum += __shfl_xor_sync(FULL, sum, 2);
-  if ((lane & 3) == 0) ((i16*)(record + BS32))[lane >> 2] = (i16)sum;
-  if (lane == 0) *(float*)(record + SCALE) = dead ? 0.0f : amax / 127.0f;
-  if (lane == 1) *(u32*)(record + BAD) = bad;
-  if (lane == 2) *(uint2*)(record + BAD + 4) = make_uint2(0, 0);
+  if ((lane & 3) == 0) ((i16*)(record + spread<SPREAD>(BS32)))[lane >> 2] = (i16)sum;
+  if (lane == 0) *(float*)(record + spread<SPREAD>(SCALE)) = dead ? 0.0f : amax / 127.0f;
+  if (lane == 1) *(u32*)(record + spread<SPREAD>(BAD)) = bad;
+  if (lane == 2) *(uint2*)(record + spread<SPREAD>(BAD) + 4) = make_uint2(0, 0);
   return bad;
 }
 

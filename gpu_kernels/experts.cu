@@ -6,14 +6,15 @@
 // asynchronous copies: where both shares fit, all are sent before anything else is done (`whole`), else tile by
 // tile. Each byte is read once for all rows, and stored into a slot from there if it is to be filled.
 //
-// Flags in Progress hold the step's clock when a block has done its part, so they need no reset. Blocks start in
+// Flags in Progress hold the step's number when a block has done its part (`State.epoch` + 1 of hits, the clock of a
+// plan), so they need no reset. Blocks start in
 // the order of their index, so what a block waits for has started if CHUNKS blocks fit on the GPU at a time.
 // About 2 flops a weight and row.
 //
 // GATE_FORMAT, UP_FORMAT and DOWN_FORMAT are defined when this is compiled; GATE_FORMAT may be `none`.
 #include "combine.cuh"
 #include "down.cuh"
-#include "few.cuh"
+#include "guess.cuh"
 #include "plan.cuh"
 
 // Biases and padding, which lie behind the matrices.
@@ -33,11 +34,19 @@ DEV void up_done(const Progress& progress, const Work& work, int index) {
   if (threadIdx.x == 0) store_release_gpu(progress.hidden + index * CHUNKS + work.task, work.clock);
 }
 
+// A row's records in shared memory, sixteen bytes at a time: int8 records are spread.
+constexpr int ROW_NBYTES = UpFormat::INT8 ? SPREAD_RECORD : 4 * BLOCK;  // of a block
+constexpr int ROW_CHUNKS = (UpFormat::INT8 ? RECORD : 4 * BLOCK) / 16;
+DEV int row_chunk(int i) {
+  if (!UpFormat::INT8) return 16 * i;
+  return i / ROW_CHUNKS * SPREAD_RECORD + spread<true>(i % ROW_CHUNKS * 16);
+}
+
 // Where everything that a block needs of a shard is in shared memory.
 struct Stage {
   UpSpans up;
+  u8* row;  // the first row's records, at one place for all shards; null: they stay where they are
   Span side, main;  // of down
-  u8* row;          // the first row's records; null: they stay where they are
   Columns columns;
   bool has_up;  // neurons of its own; a short shard has none for its last blocks
 };
@@ -45,10 +54,11 @@ struct Stage {
 DEV Stage stage_of(const Layer& layer, const Work& work, const ShardPlace& place, u8* shared) {
   Stage stage;
   stage.columns = columns_of(layer, work.task);
+  stage.row = ONE_RECORD ? shared : nullptr;
+  shared += ONE_RECORD ? (layer.hidden + BLOCK - 1) / BLOCK * ROW_NBYTES : 0;
   stage.up = up_spans(layer, place, shared, work.task * UP_CHUNK, UP_CHUNK);
   stage.side = span_of(behind(stage.up.up), place.down_side, place.down_side_stride, stage.columns.first, stage.columns.count);
   stage.main = span_of(behind(stage.side), place.down_main, place.down_stride, stage.columns.first, stage.columns.count);
-  stage.row = ONE_RECORD ? behind(stage.main) : nullptr;
   stage.has_up = work.task < up_chunks_of(place);
   return stage;
 }
@@ -63,10 +73,10 @@ DEV void send_for_neurons(const Item& item, const Stage& stage) {
 }
 
 DEV void send_for_row(const Layer& layer, const Step& step, const Stage& stage, int token) {
-  int nb = (layer.hidden + BLOCK - 1) / BLOCK, nbytes = nb * (UpFormat::INT8 ? RECORD : 4 * BLOCK);
+  int nb = (layer.hidden + BLOCK - 1) / BLOCK;
   const u8* from = (const u8*)records_of<UpFormat>(step, token, nb);
   if (stage.row && stage.has_up)
-    for (int at = 16 * threadIdx.x; at < nbytes; at += 16 * blockDim.x) copy16(stage.row + at, from + at);
+    for (int i = threadIdx.x; i < nb * ROW_CHUNKS; i += blockDim.x) copy16(stage.row + row_chunk(i), from + 16 * i);
   copies_sent();
 }
 
@@ -76,13 +86,16 @@ DEV void send_for_columns(const Item& item, const Stage& sent) {
   copies_sent();
 }
 
-DEV void run_whole(const Layer& layer, const Step& step, const Progress& progress, const Work& work, int index,
-                   const ShardPlace& place, const Stage& stage) {
+// From what was sent for to the parts. False if, once the neurons are multiplied, `judge` says that all was in vain.
+template <class Judge>
+DEV bool run_whole(const Layer& layer, const Step& step, const Progress& progress, const Work& work, int index,
+                   const ShardPlace& place, const Stage& stage, const Judge& judge) {
   if (stage.has_up) {
-    FirstRow row = {stage.row, stage.row};
-    if (!stage.row) row = first_row(layer, step, work.item.first_position);
     copies_done<1>();
-    multiply_tile(layer, step, work, place, stage.up, 0, UP_CHUNK, row);
+    multiply_tile(layer, step, work, place, stage.up, 0, UP_CHUNK, stage.row);
+  }
+  if (!judge()) return false;
+  if (stage.has_up) {
     up_done(progress, work, index);
     fill_up(work, stage.up);
     fill_sides(work, stage.up);
@@ -91,6 +104,7 @@ DEV void run_whole(const Layer& layer, const Step& step, const Progress& progres
   wait_for_hidden(place, work, progress.hidden + index * CHUNKS);
   multiply_columns(layer, step, work, place, stage.side, stage.main, 0, stage.columns.first, stage.columns.count);
   fill(work.item, stage.side);
+  return true;
 }
 
 DEV void run_by_tiles(const Layer& layer, const Step& step, const Progress& progress, const Work& work, int index,
@@ -114,15 +128,17 @@ DEV void run_combine(const Layer& layer, const Step& step, const Progress& progr
       });
 }
 
-// What a block has sent for before it knew its item: neurons of a shard, and the only row's records.
-struct Early {
-  const u8* weights;  // null: nothing
-  int shard;
-};
+// An item whose parts are there: without misses the last item's blocks combine.
+DEV void end_hit(const Layer& layer, const Step& step, const Progress& progress, const Work& work, int index, int count) {
+  if (!work.fused) return;
+  __syncthreads();
+  if (threadIdx.x == 0) store_release_gpu(progress.parts + index * CHUNKS + work.task, work.clock);
+  if (index == count - 1) run_combine(layer, step, progress, work.task, count, work.clock);
+}
 
 template <bool PLAN>
 DEV void run_item(const Layer& layer, const Step& step, const Progress& progress, const Work& work, int index, int count,
-                  u8* shared, const Tiles& tiles, const Early& early) {
+                  u8* shared, const Tiles& tiles) {
   const ShardPlace& place = layer.place[work.item.shard == layer.num_shards - 1];
   if (PLAN && work.task == 0) mark_lane(layer, step, work);
   if (PLAN && !bytes_are_there(step, work)) {
@@ -131,27 +147,15 @@ DEV void run_item(const Layer& layer, const Step& step, const Progress& progress
   }
   if (tiles.whole) {
     Stage stage = stage_of(layer, work, place, shared);
-    if (early.weights != work.item.weights || early.shard != work.item.shard) {
-      if (early.weights) {  // another shard's neurons are on their way to the same place
-        copies_done<0>();
-        __syncthreads();
-      }
-      send_for_neurons(work.item, stage);
-      send_for_row(layer, step, stage, step.token_of[work.item.first_position]);
-    }
+    send_for_neurons(work.item, stage);
+    send_for_row(layer, step, stage, step.num_rows == 1 ? 0 : step.token_of[work.item.first_position]);
     send_for_columns(work.item, stage);
-    run_whole(layer, step, progress, work, index, place, stage);
+    run_whole(layer, step, progress, work, index, place, stage, [] { return true; });
   } else {
     run_by_tiles(layer, step, progress, work, index, place, shared, tiles);
   }
-  if (PLAN) {
-    if (work.task == 0 && work.item.fill) fill_tail(work.item, place);
-    return;
-  }
-  if (!work.fused) return;
-  __syncthreads();
-  if (threadIdx.x == 0) store_release_gpu(progress.parts + index * CHUNKS + work.task, work.clock);
-  if (index == count - 1) run_combine(layer, step, progress, work.task, count, work.clock);
+  if (PLAN && work.task == 0 && work.item.fill) fill_tail(work.item, place);
+  if (!PLAN) end_hit(layer, step, progress, work, index, count);
 }
 
 // ---------------------------------------------------------------------------------------------- kernels
@@ -161,62 +165,44 @@ DEV int read_item(const Step& step, const WorkList* list, int index, Work& work)
   int i = threadIdx.x;
   if (i < (int)sizeof(Item) / 4) ((u32*)&work.item)[i] = __ldcg((const u32*)((const Item*)(list + 1) + index) + i);
   if (i == 32) count = __ldcg(&list->count);
-  if (i == 64) work.clock = step.state->clock;
-  if (i == 96) work.fused = combines_at_once(step);
+  if (i == 64) work.fused = combines_at_once(step);
   __syncthreads();
   return count;
 }
 
-// ------------------------------------------------------------------------------------------- early starts
-// Hits of a single row start while publish still looks them up. So that their bytes come sooner, each block looks up
-// for itself which one it will get; publish has the last word.
-struct Guess {
-  const u8* weights;  // null: no such hit
-  int shard;
-  int expert[FEW];  // by group
-};
-
-DEV bool guesses(const Step& step, const Tiles& tiles) {
-  return STARTS_EARLY && tiles.whole && step.num_rows == 1 && step.top_k <= FEW;
-}
-
-// One warp: the hit that publish will put into place `index` of its list, unless the slot table changes before.
-DEV void guess_item(const Layer& layer, const Step& step, int index, Guess& guess) {
-  int lane = threadIdx.x % 32, hits = 0;
-  i64 id = lane < step.top_k ? id_of(step, lane) : -1;
-  Few few = group_few(id >= 0 && id < layer.num_experts ? (int)id : -1, step.top_k);
-  if (few.leads) guess.expert[few.group] = few.expert;
-  if (lane == 0) guess.weights = nullptr;
-  __syncwarp();
-  int total = few.num_groups * layer.num_shards;
-  for (int base = 0; base < total && hits <= index; base += 32) {
-    int at = base + lane, group = at / layer.num_shards, shard = at - group * layer.num_shards;
-    int slot = at < total ? __ldcg(layer.slot_of + guess.expert[group] * layer.num_shards + shard) : -1;
-    u32 found = __ballot_sync(FULL, slot >= 0);
-    if (slot >= 0 && hits + __popc(found & ((1u << lane) - 1u)) == index)
-      guess.weights = (const u8*)(layer.slots + slot * layer.slot_nbytes), guess.shard = shard;
-    hits += __popc(found);
-  }
-}
-
-// Sends for the neurons of the hit that was guessed.
-DEV Early send_early(const Layer& layer, const Step& step, int index, const Work& work, u8* shared, Guess& guess) {
-  if (threadIdx.x < 32) guess_item(layer, step, index, guess);
-  __syncthreads();
-  Early early = {guess.weights, guess.shard};
-  if (!early.weights) return early;
-  Item item = {};
-  item.weights = early.weights;
-  send_for_neurons(item, stage_of(layer, work, layer.place[early.shard == layer.num_shards - 1], shared));
-  return early;
-}
-
 // Until publish has done its work; that it has ended comes a little later.
-DEV void wait_for_publish(const Step& step) {
-  if (!STARTS_EARLY) return;
+DEV void wait_for_publish(const Step& step, u32 mark) {
   if (threadIdx.x == 0)
-    while (load_acquire_gpu(&step.state->published) == 0) rest();
+    while (load_acquire_gpu(&step.hits->sequence) != mark) rest();
   __syncthreads();
+}
+
+// A hit of a step in which nothing misses, before publish has said so. False: something does, or the guess was wrong.
+DEV bool run_guess(const Layer& layer, const Step& step, const Progress& progress, Work& work, int index, u8* shared) {
+  __shared__ Guess guess;
+  __shared__ Verdict verdict;
+  int warp = threadIdx.x / 32;
+  Stage stage = stage_of(layer, work, layer.place[0], shared);
+  if (warp == 0) guess_item(layer, step, index, guess, work.item);
+  if (warp > 0 && stage.row) make_row(layer, step, stage.row);
+  __syncthreads();
+  if (!guess.is_hit) return false;
+  const ShardPlace& place = layer.place[work.item.shard == layer.num_shards - 1];
+  stage = stage_of(layer, work, place, shared);
+  send_for_neurons(work.item, stage);
+  send_for_columns(work.item, stage);
+  uint4 seen = look_at(step, index);
+  bool right = run_whole(layer, step, progress, work, index, place, stage, [&] {
+    if (warp == 0) judge(step, index, work, seen, verdict);
+    __syncthreads();
+    if (threadIdx.x == 0) work.fused = verdict.missing == 0;
+    if (verdict.is_right) let_next_start();
+    return verdict.is_right;
+  });
+  if (right) end_hit(layer, step, progress, work, index, verdict.count);
+  copies_done<0>();  // into what is used again
+  __syncthreads();
+  return right;
 }
 
 // Whoever comes after a kernel waits for it alone, so it must not end before the one before it.
@@ -231,22 +217,19 @@ extern "C" __global__ void __launch_bounds__(256, BLOCKS)
                 const __grid_constant__ Progress progress, const __grid_constant__ Tiles tiles) {
   DYNAMIC_SHARED(shared);
   __shared__ Work work;
-  __shared__ Guess guess;
   int index = blockIdx.x / CHUNKS;
-  if (threadIdx.x == 0) work.task = blockIdx.x % CHUNKS;
+  u32 mark = *(volatile u32*)&step.state->epoch + 1;
+  if (threadIdx.x == 0) work.task = blockIdx.x % CHUNKS, work.clock = mark;
   __syncthreads();
-  Early early = {nullptr, 0};
-  if (guesses(step, tiles)) early = send_early(layer, step, index, work, shared, guess);
-  wait_for_publish(step);
-  let_next_start();
-  if (early.weights)
-    send_for_row(layer, step, stage_of(layer, work, layer.place[early.shard == layer.num_shards - 1], shared), 0);
-  int count = read_item(step, step.hits, index, work);
-  if (index < count)
-    run_item<false>(layer, step, progress, work, index, count, shared, tiles, early);
-  else if (index == 0 && work.fused)
-    run_combine(layer, step, progress, work.task, 0, work.clock);
-  copies_done<0>();  // of a hit that was none
+  if (!guesses(step, tiles) || !run_guess(layer, step, progress, work, index, shared)) {
+    wait_for_publish(step, mark);
+    let_next_start();
+    int count = read_item(step, step.hits, index, work);
+    if (index < count)
+      run_item<false>(layer, step, progress, work, index, count, shared, tiles);
+    else if (index == 0 && work.fused)
+      run_combine(layer, step, progress, work.task, 0, mark);
+  }
   end_after_earlier();
 }
 
@@ -267,7 +250,7 @@ extern "C" __global__ void __launch_bounds__(256, BLOCKS)
   if (threadIdx.x == 0) work.task = (blockIdx.x - 1) % CHUNKS;
   if (threadIdx.x < 32) wait_for_blocks(progress.relayed, 1, 1, step.state->clock);
   __syncthreads();
+  if (threadIdx.x == 32) work.clock = step.state->clock;
   int count = read_item(step, step.plan, index, work);
-  Early early = {nullptr, 0};
-  if (index < count) run_item<true>(layer, step, progress, work, index, count, shared, tiles, early);
+  if (index < count) run_item<true>(layer, step, progress, work, index, count, shared, tiles);
 }

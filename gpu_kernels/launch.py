@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from trilane.cpu_kernels.formats import BLOCK
 from trilane.cpu_kernels.layout import ExpertLayout
-from trilane.gpu_kernels.words import CHUNKS, F32_BLOCK_NBYTES, RECORD_NBYTES, TYPES, UP_CHUNK, down_chunks
+from trilane.gpu_kernels.words import CHUNKS, F32_BLOCK_NBYTES, SPREAD_RECORD_NBYTES, TYPES, UP_CHUNK, down_chunks
 
 PUBLISH_THREADS = 512
 EXPERTS_THREADS = COMBINE_THREADS = 256
@@ -87,7 +87,7 @@ def _row_nbytes(layout: ExpertLayout) -> int:
     """The records of one row, where gate and up take the same."""
     kinds = {fmt.activation for fmt in (layout.gate, layout.up) if fmt is not None}
     blocks = -(-layout.hidden // BLOCK)
-    return 0 if len(kinds) > 1 else blocks * (RECORD_NBYTES if kinds == {"int8"} else F32_BLOCK_NBYTES)
+    return 0 if len(kinds) > 1 else blocks * (SPREAD_RECORD_NBYTES if kinds == {"int8"} else F32_BLOCK_NBYTES)
 
 
 def tiles_of(layout: ExpertLayout) -> Tiles:

@@ -36,7 +36,7 @@ DEV void relay_plan(const Step& step, const Progress& progress, const WorkList* 
                                     : update_chunk(updates, min(own, 2 * max_items - 1));
   uint4 chunk;
   for (u32 looks = 1;; looks++) {
-    chunk = load16_system(at);
+    chunk = load16(at);
     if (thread == 0) {
       relay = {chunk.x == sequence, min((int)chunk.y, max_items), (int)chunk.z, 0, !wait};
       if ((looks & 63u) == 0 && step.abort && load_acquire_system(step.abort)) relay.stop = 1;
@@ -53,7 +53,7 @@ DEV void relay_plan(const Step& step, const Progress& progress, const WorkList* 
   bool ours = relay.seen && !relay.torn;
   int count = ours ? relay.count : 0, chunks = count * ITEM_CHUNKS, num_updates = ours ? relay.num_updates : 0;
   if (thread > 0 && thread < HALF && own < chunks) keep_item(step, own, chunk);
-  for (int i = HALF - 1 + thread; i < chunks; i += blockDim.x) keep_item(step, i, load16_system(item_chunk(list, i)));
+  for (int i = HALF - 1 + thread; i < chunks; i += blockDim.x) keep_item(step, i, load16(item_chunk(list, i)));
   if (thread == 0) {
     step.plan->count = count;
     if (!ours) fail(step, clock, wait ? ERROR_ABORTED : ERROR_STALE_PLAN);
@@ -62,7 +62,7 @@ DEV void relay_plan(const Step& step, const Progress& progress, const WorkList* 
   if (thread == 0) store_release_gpu(progress.relayed, clock);
   if (thread >= HALF && own < num_updates) step.table[chunk.x] = (int)chunk.y;
   for (int i = HALF + thread; i < num_updates; i += blockDim.x) {
-    uint4 update = load16_system(update_chunk(updates, i));
+    uint4 update = load16(update_chunk(updates, i));
     step.table[update.x] = (int)update.y;
   }
 }

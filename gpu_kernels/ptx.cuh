@@ -43,10 +43,14 @@ DEV u32 load_acquire_system(const u32* word) {
   return value;
 }
 
-DEV uint4 load16_system(const void* at) {  // in one piece, and not from a cache
+DEV uint4 load16(const void* at) {  // in one piece, and not from a cache
   uint4 v;
   asm volatile("ld.volatile.global.v4.u32 {%0, %1, %2, %3}, [%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "l"(at) : "memory");
   return v;
+}
+
+DEV void store16(volatile uint4* at, const uint4& v) {  // in one piece
+  asm volatile("st.volatile.global.v4.u32 [%0], {%1, %2, %3, %4};" ::"l"(at), "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w) : "memory");
 }
 
 DEV void store_release_gpu(u32* word, u32 value) {

@@ -6,21 +6,10 @@
 // Reads 4 * hidden bytes a row and the slot table's entries; writes 320 or 1024 bytes per 256 elements.
 #include "combine.cuh"
 #include "few.cuh"
+#include "rows.cuh"
 #include "updates.cuh"
 
 // ------------------------------------------------------------------------------------------------ rows
-DEV void load8(const Step& step, const u8* x, int first, int hidden, float v[8]) {
-  int nbytes = step.x_element == ELEMENT_F32 ? 4 : 2;
-  const u8* at = x + (i64)first * nbytes;
-  bool vectors = first + 8 <= hidden && ((u64)at & 15) == 0;
-  if (vectors && step.x_element == ELEMENT_F32) {
-    float4 a = ((const float4*)at)[0], b = ((const float4*)at)[1];
-    v[0] = a.x, v[1] = a.y, v[2] = a.z, v[3] = a.w, v[4] = b.x, v[5] = b.y, v[6] = b.z, v[7] = b.w;
-    return;
-  }
-  for (int i = 0; i < 8; i++) v[i] = first + i < hidden ? load_element(x, step.x_element, first + i) : 0.0f;
-}
-
 // Whether rows go to the host before it is known if it needs them: cheaper than to wait for that.
 DEV bool mails_at_once(const Step& step) { return step.num_rows <= FUSED_ROWS; }
 
@@ -141,18 +130,17 @@ DEV Few place_few(const Layer& layer, const Step& step, const Grouping& g, u32 c
 }
 
 // --------------------------------------------------------------------------------------------- look-up
-DEV void write_hit(const Layer& layer, const Step& step, int index, int slot, int shard, int first, int rows) {
-  Item* item = (Item*)(step.hits + 1) + index;
-  item->weights = (const u8*)(layer.slots + slot * layer.slot_nbytes);
-  item->fill = nullptr;
-  item->flag = nullptr;
-  item->shard = shard;
-  item->first_position = first;
-  item->num_rows = rows;
+// One item, each sixteen bytes of it with the number by which early starters know this step.
+DEV void write_hit(const Layer& layer, const Step& step, int index, int slot, int shard, int first, int rows, u32 mark) {
+  u64 at = layer.slots + (u64)slot * layer.slot_nbytes;
+  volatile uint4* item = (volatile uint4*)((Item*)(step.hits + 1) + index);
+  store16(item, make_uint4((u32)at, (u32)(at >> 32), mark, (u32)shard));
+  store16(item + 1, make_uint4(0, 0, mark, (u32)first));
+  store16(item + 2, make_uint4(0, 0, mark, (u32)rows));
 }
 
 // Every shard of every group: a hit becomes an item, a miss a bit. The number of missing shards.
-DEV int look_up(const Layer& layer, const Step& step, const Grouping& g, int num_groups, u32 clock, int lane) {
+DEV int look_up(const Layer& layer, const Step& step, const Grouping& g, int num_groups, u32 clock, u32 mark, int lane) {
   int total = num_groups * layer.num_shards, hits = 0;
   for (int base = 0; base < total; base += 32) {
     int at = base + lane, group = at / layer.num_shards, shard = at - group * layer.num_shards;
@@ -163,7 +151,7 @@ DEV int look_up(const Layer& layer, const Step& step, const Grouping& g, int num
     if (real) {
       int rows = g.count[group], first = g.first[group];
       if (slot >= 0)
-        write_hit(layer, step, hits + __popc(found & ((1u << lane) - 1u)), slot, shard, first, rows);
+        write_hit(layer, step, hits + __popc(found & ((1u << lane) - 1u)), slot, shard, first, rows, mark);
       else
         atomicOr(&g.missing[group], 1ull << shard);
       for (int row = first; row < first + rows; row++) step.lane[row * layer.num_shards + shard] = slot >= 0;
@@ -171,7 +159,7 @@ DEV int look_up(const Layer& layer, const Step& step, const Grouping& g, int num
     }
     hits += __popc(found);
   }
-  if (lane == 0) step.hits->count = hits, step.hits->sequence = clock, step.state->routed += (u64)total;
+  if (lane == 0) step.state->routed += (u64)total;
   return total - hits;
 }
 
@@ -235,6 +223,13 @@ DEV void take_pending(const Step& step, u32 pending) {
   store_release_system(step.acknowledged, pending);
 }
 
+// The list's header, in one piece and last of all: whoever started early knows by it that publish has done its work.
+DEV void release_hits(const Layer& layer, const Step& step, u32 mark) {
+  u32 missing = *(volatile u32*)&step.state->missing, groups = *(volatile u32*)&step.state->num_groups;
+  __threadfence();
+  store16((volatile uint4*)step.hits, make_uint4(mark, groups * layer.num_shards - missing, missing, 0));
+}
+
 // Whether all other blocks have done their part; of all blocks, one hears yes.
 DEV bool arrives_last(const Step& step, u32& arrived) {
   __threadfence();
@@ -255,7 +250,7 @@ extern "C" __global__ void __launch_bounds__(512) publish(const __grid_constant_
   __shared__ u32 pending, applied, arrived;
   Grouping g = shared_grouping(shared, layer.num_experts);
   int row = blockIdx.x, warp = threadIdx.x / 32, lane = threadIdx.x % 32, num_warps = blockDim.x / 32;
-  u32 clock = step.state->clock + 1;
+  u32 clock = step.state->clock + 1, mark = step.state->epoch + 1;
   bool first = row == 0, sees_pending = first && step.pending;
   if (threadIdx.x == 0) bad = 0;
   __syncthreads();
@@ -266,14 +261,14 @@ extern "C" __global__ void __launch_bounds__(512) publish(const __grid_constant_
     int groups, misses;
     if (few) {
       Few routed = place_few(layer, step, g, clock, lane);
-      groups = routed.num_groups, misses = look_up(layer, step, g, groups, clock, lane);
+      groups = routed.num_groups, misses = look_up(layer, step, g, groups, clock, mark, lane);
       __syncwarp();
       if (misses) write_few_mail(layer, step, g, routed, misses, clock, lane);
     } else {
       count_rows(layer, step, g, clock, lane);
       groups = list_groups(layer, step, g, lane);
       place_entries(layer, step, g, clock, lane);
-      misses = look_up(layer, step, g, groups, clock, lane);
+      misses = look_up(layer, step, g, groups, clock, mark, lane);
     }
     if (lane == 0) num_groups = groups, missing = misses;
   } else {
@@ -293,5 +288,5 @@ extern "C" __global__ void __launch_bounds__(512) publish(const __grid_constant_
   __syncthreads();
   if (threadIdx.x != 0) return;
   step.state->clock = clock;
-  store_release_gpu(&step.state->published, 1);  // whoever started early goes on now
+  release_hits(layer, step, mark);
 }

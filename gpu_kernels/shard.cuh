@@ -20,7 +20,7 @@ constexpr int WARPS = 8;
 struct Work {
   Item item;
   int task;  // which chunk of the item
-  u32 clock;
+  u32 clock;  // the number by which its flags are known
   bool fused;  // whether the last item's blocks combine
 };
 

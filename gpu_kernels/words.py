@@ -23,6 +23,7 @@ CHUNKS = BLOCK // UP_CHUNK  # thread blocks of an item
 ROW_TILE = 16  # rows of an expert that one load of weights is multiplied with in prefill
 FUSED_ROWS = 4  # without misses, up to so many rows are combined by the kernel that made the last part
 RECORD_NBYTES = 320
+SPREAD_RECORD_NBYTES = 352  # in shared memory
 F32_BLOCK_NBYTES = 4 * BLOCK
 ERRORS = ("bad_id", "stale_plan", "aborted")  # words of Step.error; a word is the clock of the last such step
 HIDDEN_F32, HIDDEN_F16, HIDDEN_BF16 = range(3)
@@ -51,7 +52,7 @@ _STRUCTS: Mapping[str, tuple[tuple[str, str], ...]] = {
     "Updates": (("u32", "sequence"), ("int", "count"), ("int[14]", "unused")),
     "State": (
         ("u32", "clock"), ("u32", "sequence"), ("u32", "missing"), ("u32", "num_groups"), ("u32", "failed"),
-        ("u32", "applied"), ("u32", "arrived"), ("u32", "summable"), ("u64", "routed"), ("u32", "published"),
+        ("u32", "applied"), ("u32", "arrived"), ("u32", "summable"), ("u64", "routed"), ("u32", "epoch"),
         ("u32[5]", "unused"),
     ),
     "Mailbox": (

@@ -60,6 +60,7 @@ class Rates(NamedTuple):
     cpu_cores: float
     hit_slowdown: float  # part of its rate that the device loses while the CPU lane reads the same memory
     link_slowdown: float  # the same of the link
+    cpu_slowdown: float  # part of its rate that the CPU lane loses while the link reads the same memory
 
 
 class Loads(NamedTuple):
@@ -187,13 +188,14 @@ def _busy_us(us, cores):
 
 @decision(inline=True)
 def step_us(rates, loads):
-    """The layer-step: ``fixed + max(device, link, cpu, both, shared)``, device and link beside the CPU lane."""
+    """The layer-step: ``fixed + max(device, link, cpu, both, shared)``, each lane beside those of the same memory."""
     stream = stream_us(rates, loads.stream_runs, loads.stream_nbytes)
     in_place = zero_copy_us(rates, loads.zero_copy_shards, loads.zero_copy_nbytes, loads.zero_copy_row_nbytes)
     cpu = cpu_us(rates, loads.cpu_shards, loads.cpu_nbytes, loads.cpu_row_nbytes)
     device = device_us(rates, loads, in_place)
-    link = beside_us(link_us(rates, stream, in_place), rates.link_slowdown, cpu)
-    lanes = longer(longer(beside_us(device, rates.hit_slowdown, cpu), link), cpu)
+    link = link_us(rates, stream, in_place)
+    ends = longer(beside_us(link, rates.link_slowdown, cpu), beside_us(cpu, rates.cpu_slowdown, link))
+    lanes = longer(beside_us(device, rates.hit_slowdown, cpu), ends)
     both = both_us(rates, loads.stream_nbytes + loads.zero_copy_nbytes, loads.cpu_nbytes)
     longest = longer(longer(lanes, both), shared_us(rates, device, stream, in_place, cpu))
     missed = loads.stream_nbytes + loads.zero_copy_nbytes + loads.cpu_nbytes

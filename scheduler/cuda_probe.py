@@ -268,7 +268,7 @@ def _rows_gb_s(runner: CudaRunner, layers: Sequence[int], nbytes: int) -> float:
 
 
 def _beside(runner: CudaRunner, copies: CopyProbe, layers: Sequence[int], most: int, nbytes: int) -> dict[str, Any]:
-    """The CPU lane beside copies: what they read of host memory together, and what the link loses."""
+    """The CPU lane beside copies: what they read of host memory together, and what each of them loses."""
     if not copies.most:
         return {}
     alone = copies.rate(copies.most)
@@ -276,6 +276,7 @@ def _beside(runner: CudaRunner, copies: CopyProbe, layers: Sequence[int], most: 
     steps, options = 0, make_options(force="cpu")
     runner.reset()
     with planned_with(runner, options), contextlib.closing(StepProbe(runner, layers, most)) as probe:
+        alone_us = probe.us(runner.store.layers[layers[0]].num_experts)
         begin = time.perf_counter()
         copies.put(copies.most, count)
         while not runner.driver.finished(copies.stream):
@@ -284,7 +285,8 @@ def _beside(runner: CudaRunner, copies: CopyProbe, layers: Sequence[int], most: 
             steps += len(probe.graph.steps)
         seconds = time.perf_counter() - begin
     copied, read = 1e-9 * count * copies.most / seconds, 1e-9 * steps * most * nbytes / seconds
-    return {"both_gb_s": copied + read, "link_slowdown": min(0.9, max(0.0, 1 - copied / alone))}
+    slowdowns = {"link_slowdown": 1 - copied / alone, "cpu_slowdown": 1 - alone_us * steps / (1e6 * seconds)}
+    return {"both_gb_s": copied + read} | {name: min(0.9, max(0.0, part)) for name, part in slowdowns.items()}
 
 
 def fit(counts: Sequence[int], nbytes: int, us: Sequence[float]) -> Line:

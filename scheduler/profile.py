@@ -86,8 +86,9 @@ class MachineProfile:
         The same on the device, from its slots.
     both_gb_s : float, optional
         Host memory's limit with link and CPU running; None: it was never the limit, or was not measured.
-    hit_slowdown, link_slowdown : float, optional
-        Parts of their rates, 0 to 1, that device and link lose while the CPU lane reads the same memory.
+    hit_slowdown, link_slowdown, cpu_slowdown : float, optional
+        Parts of their rates, 0 to 1, that device and link lose while the CPU lane reads the same memory, and that
+        the CPU lane loses while the link does.
     step_fix_us, miss_fix_us, hit_fix_us, stream_fix_us, stream_tail_us, zero_copy_fix_us, cpu_fix_us, cpu_shard_us
         Fixed costs as `cost.Rates` names them; an unknown one counts 0. The tail of streaming is what it takes
         beyond the device's time for one shard, which `rates` adds.
@@ -126,6 +127,7 @@ class MachineProfile:
     both_gb_s: float | None = None
     hit_slowdown: float | None = None
     link_slowdown: float | None = None
+    cpu_slowdown: float | None = None
     step_fix_us: float | None = None
     miss_fix_us: float | None = None
     hit_fix_us: float | None = None
@@ -178,6 +180,7 @@ class MachineProfile:
             both_us_per_byte=_known(self.both_gb_s, us_per_byte),
             hit_slowdown=_known(self.hit_slowdown),
             link_slowdown=_known(self.link_slowdown),
+            cpu_slowdown=_known(self.cpu_slowdown),
             num_cores=self.num_cores,
             hit_cores=self.hit_cores,
             link_cores=self.link_cores,
@@ -321,7 +324,7 @@ def play(
     if played & {"link", "cpu"}:
         changes["both_gb_s"] = None
     if played & {"link", "zero_copy", "cpu"}:
-        changes["link_slowdown"] = None
+        changes |= {"link_slowdown": None, "cpu_slowdown": None}
     if played & {"hit", "cpu"}:
         changes["hit_slowdown"] = None
     return replace(profile, **changes, played=tuple(name for name in LANES_PLAYED if name in played))
@@ -371,7 +374,7 @@ def _parsed(name: str, value: Any) -> Any:
         return tuple(str(lane) for lane in value)
     if name in ("zero_copy_on_device", "quick"):
         return bool(value)
-    if name in ("hit_slowdown", "link_slowdown") and value is not None and not 0 <= value < 1:
+    if name in ("hit_slowdown", "link_slowdown", "cpu_slowdown") and value is not None and not 0 <= value < 1:
         raise ProfileError(f"the profile's {name} has {value!r}: use a part of 0 or more and below 1, or null")
     return None if value is None else _number(name, value)
 

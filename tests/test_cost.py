@@ -94,13 +94,14 @@ def test_link_and_cpu_together_are_bound_by_host_memory():
 def test_the_step_is_its_longest_term(values, numbers):
     names = list(cost.Rates._fields)
     r = make_rates(**dict(zip(names, values, strict=True)))
-    r = r._replace(hit_slowdown=r.hit_slowdown / 11, link_slowdown=r.link_slowdown / 11)
+    r = r._replace(**{name: getattr(r, name) / 11 for name in ("hit_slowdown", "link_slowdown", "cpu_slowdown")})
     loads = Loads(*numbers)
     terms = np.full(cost.NUM_TERMS, np.nan)
     cost.write_terms(r, loads, terms)
-    link = beside_us(cost.link_us(r, terms[1], terms[2]), r.link_slowdown, terms[3])
+    alone = cost.link_us(r, terms[1], terms[2])
+    link, cpu = beside_us(alone, r.link_slowdown, terms[3]), beside_us(terms[3], r.cpu_slowdown, alone)
     fixed = r.step_fix_us + (r.miss_fix_us if numbers[3] + numbers[6] + numbers[9] else 0.0)
-    longest = max(terms[cost.DEVICE_US], link, terms[3], terms[cost.BOTH_US], terms[cost.SHARED_US])
+    longest = max(terms[cost.DEVICE_US], link, cpu, terms[cost.BOTH_US], terms[cost.SHARED_US])
     assert terms[cost.STEP_US] == cost.step_us(r, loads) == fixed + longest
 
 
@@ -121,3 +122,6 @@ def test_contention_lengthens_device_and_link_but_not_a_step_without_cpu_work():
     assert step_us(rates, both) == 100.0 and step_us(slowed, both) == pytest.approx(120.0)
     streamed = both._replace(hit_nbytes=0.0, stream_runs=1.0, stream_nbytes=100.0)
     assert step_us(slowed._replace(hit_slowdown=0.0), streamed) == pytest.approx(110.0)
+    waits = rates._replace(cpu_slowdown=0.5)
+    assert step_us(waits, streamed._replace(cpu_nbytes=90.0)) == pytest.approx(140.0)  # 50 of it beside the link
+    assert step_us(waits, streamed) == 100.0 and step_us(waits, alone) == 100.0

@@ -34,6 +34,7 @@ struct alignas(8) uint2 { u32 x, y; };
 struct alignas(16) uint4 { u32 x, y, z, w; };
 struct alignas(16) float4 { float x, y, z, w; };
 static inline uint2 make_uint2(u32 x, u32 y) { return {x, y}; }
+static inline uint4 make_uint4(u32 x, u32 y, u32 z, u32 w) { return {x, y, z, w}; }
 static inline float4 make_float4(float x, float y, float z, float w) { return {x, y, z, w}; }
 
 extern "C" char __start_shim_shared[], __stop_shim_shared[];
@@ -265,7 +266,8 @@ template <class T> static inline T __ldcs(const T* at) { return *at; }
 template <class T> static inline T __ldcg(const T* at) { return *at; }
 static inline u32 load_acquire_gpu(const u32* word) { return *(const volatile u32*)word; }
 static inline u32 load_acquire_system(const u32* word) { return *(const volatile u32*)word; }
-static inline uint4 load16_system(const void* at) { uint4 v; memcpy(&v, at, 16); return v; }
+static inline void store16(volatile uint4* at, const uint4& v) { memcpy((void*)at, &v, 16); }
+static inline uint4 load16(const void* at) { uint4 v; memcpy(&v, at, 16); return v; }
 static inline void store_release_gpu(u32* word, u32 value) { *(volatile u32*)word = value; }
 static inline void store_release_system(u32* word, u32 value) { *(volatile u32*)word = value; }
 static inline void __threadfence() {}

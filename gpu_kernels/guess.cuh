@@ -1,0 +1,82 @@
+// Hits of a single row in a step without misses start while publish still looks them up.
+//
+// Each block looks up for itself which hit it will get, makes the row's records for itself, and sends for the bytes.
+// Publish has the last word: before a block says that its neurons are done, it compares. Where the two differ (the slot
+// table has just changed) what was made is made again.
+#pragma once
+#include "combine.cuh"
+#include "few.cuh"
+#include "rows.cuh"
+#include "shard.cuh"
+
+struct Guess {
+  int is_hit;  // of a step of hits alone, each expert once
+  int expert[FEW];
+};
+
+struct Verdict { int is_right, count, missing; };
+
+DEV bool guesses(const Step& step, const Tiles& tiles) {
+  return STARTS_EARLY && ONE_RECORD && tiles.whole && step.num_rows == 1 && step.top_k <= FEW;
+}
+
+// One warp: the hit that publish will put into place `index` of its list.
+DEV void guess_item(const Layer& layer, const Step& step, int index, Guess& guess, Item& item) {
+  int lane = threadIdx.x % 32, hits = 0;
+  i64 id = lane < step.top_k ? id_of(step, lane) : -1;
+  Few few = group_few(id >= 0 && id < layer.num_experts ? (int)id : -1, step.top_k);
+  if (few.leads) guess.expert[few.group] = few.expert;
+  bool once = __all_sync(FULL, few.expert < 0 || __popc(few.peers) == 1);
+  __syncwarp();
+  int total = few.num_groups * layer.num_shards;
+  for (int base = 0; base < total; base += 32) {
+    int at = base + lane, group = at / layer.num_shards, shard = at - group * layer.num_shards;
+    int slot = at < total ? __ldcg(layer.slot_of + guess.expert[group] * layer.num_shards + shard) : -1;
+    if (at == index && slot >= 0)
+      item = {(const u8*)(layer.slots + slot * layer.slot_nbytes), 0, shard, nullptr, 0, group, nullptr, 0, 1, {}};
+    hits += __popc(__ballot_sync(FULL, slot >= 0));
+  }
+  if (lane == 0) guess.is_hit = once && hits == total && index < total;
+}
+
+// All warps but the first: the row's records as publish makes them, to shared memory.
+DEV void make_row(const Layer& layer, const Step& step, u8* row) {
+  int nb = (layer.hidden + BLOCK - 1) / BLOCK, lane = threadIdx.x % 32;
+  for (int block = threadIdx.x / 32 - 1; block < nb; block += WARPS - 1) {
+    float v[8];
+    load8(step, (const u8*)step.x, block * BLOCK + 8 * lane, layer.hidden, v);
+    if (UpFormat::INT8) {
+      write_record<true>(v, row + block * SPREAD_RECORD, lane);
+    } else {
+      float4* out = (float4*)(row + 4 * (block * BLOCK + 8 * lane));
+      out[0] = make_float4(v[0], v[1], v[2], v[3]);
+      out[1] = make_float4(v[4], v[5], v[6], v[7]);
+    }
+  }
+}
+
+// The list's header in the lanes of a warp but 1 to 3, which get place `index`, sixteen bytes each.
+DEV uint4 look_at(const Step& step, int index) {
+  int lane = threadIdx.x % 32;
+  const uint4* item = (const uint4*)((const Item*)(step.hits + 1) + index);
+  return load16(lane >= 1 && lane <= 3 ? item + lane - 1 : (const uint4*)step.hits);
+}
+
+// One warp: whether the list has what was guessed; `seen` is the first look at it. Waits for publish.
+DEV void judge(const Step& step, int index, const Work& work, uint4 seen, Verdict& verdict) {
+  int lane = threadIdx.x % 32, count;
+  for (;; rest()) {
+    bool header = __shfl_sync(FULL, seen.x, 0) == work.clock, of_item = lane >= 1 && lane <= 3;
+    count = __shfl_sync(FULL, (int)seen.y, 0);
+    bool whole = __all_sync(FULL, !of_item || seen.z == work.clock);
+    if (header && (whole || index >= count)) break;
+    seen = look_at(step, index);
+  }
+  const Item& item = work.item;
+  bool same = true;
+  if (lane == 1) same = (seen.x | (u64)seen.y << 32) == (u64)item.weights && (int)seen.w == item.shard;
+  if (lane == 2) same = (int)seen.w == item.first_position;
+  if (lane == 3) same = (int)seen.w == item.num_rows;
+  bool right = __all_sync(FULL, same) && index < count;
+  if (lane == 0) verdict = {right, count, (int)seen.z};
+}

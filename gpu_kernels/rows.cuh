@@ -1,0 +1,16 @@
+// Eight elements of a caller's row, whatever its type; past its end they are zeros.
+#pragma once
+#include "exact.cuh"
+#include "words.cuh"
+
+DEV void load8(const Step& step, const u8* x, int first, int hidden, float v[8]) {
+  int nbytes = step.x_element == ELEMENT_F32 ? 4 : 2;
+  const u8* at = x + (i64)first * nbytes;
+  bool vectors = first + 8 <= hidden && ((u64)at & 15) == 0;
+  if (vectors && step.x_element == ELEMENT_F32) {
+    float4 a = ((const float4*)at)[0], b = ((const float4*)at)[1];
+    v[0] = a.x, v[1] = a.y, v[2] = a.z, v[3] = a.w, v[4] = b.x, v[5] = b.y, v[6] = b.z, v[7] = b.w;
+    return;
+  }
+  for (int i = 0; i < 8; i++) v[i] = first + i < hidden ? load_element(x, step.x_element, first + i) : 0.0f;
+}
