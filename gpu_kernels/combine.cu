@@ -20,18 +20,28 @@ DEV void wait_for_processor(const Step& step) {
 
 extern "C" __global__ void __launch_bounds__(256) combine(const __grid_constant__ Layer layer, const __grid_constant__ Step step) {
   let_next_start();  // which waits until this has ended
+  __shared__ CombineShared shared;
+  __shared__ bool failed;
   u32 clock = *(const volatile u32*)&step.state->clock, missing = *(const volatile u32*)&step.state->missing;
   bool first = blockIdx.x + blockIdx.y == 0, all_ask = gridDim.x * gridDim.y <= ASKING_BLOCKS;
-  if (threadIdx.x == 0 && missing && (first || all_ask)) wait_for_processor(step);
-  wait_for_earlier();
-  if (threadIdx.x == 0 && first) {
-    step.state->epoch++;
-    store_release_gpu(&step.state->summable, clock);
-  }
-  if (combines_at_once(step)) return;
-  __shared__ CombineShared shared;
-  combine_columns<false>(layer, step, blockIdx.y, blockIdx.x * DOWN_CHUNK, layer.hidden, shared, [&] {
-    if (threadIdx.x != 0 || !missing || first || all_ask) return;
-    while (load_acquire_gpu(&step.state->summable) != clock) rest();
-  });
+  bool ends = missing == 0 && combines_at_once(step);
+  auto wait = [&] {
+    if (threadIdx.x == 0 && missing && (first || all_ask)) wait_for_processor(step);
+    wait_for_earlier();
+    if (threadIdx.x == 0 && first) {
+      step.state->epoch++;
+      store_release_gpu(&step.state->summable, clock);
+    }
+    if (ends) return false;
+    if (threadIdx.x == 0) {
+      while (missing && !first && !all_ask && load_acquire_gpu(&step.state->summable) != clock) rest();
+      failed = *(const volatile u32*)&step.state->failed == clock;
+    }
+    __syncthreads();
+    return failed;
+  };
+  if (ends)
+    wait();
+  else
+    combine_columns<false>(layer, step, blockIdx.y, blockIdx.x * DOWN_CHUNK, layer.hidden, shared, wait);
 }

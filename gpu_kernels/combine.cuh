@@ -78,22 +78,21 @@ DEV void sum_experts(const Layer& layer, const Step& step, const Ranks& ranks, f
   }
 }
 
-// DOWN_CHUNK columns from `start` on, but none from `end` on, by all 256 threads. `wait` returns once the parts are
-// there; what does not depend on them is read before.
+// DOWN_CHUNK columns from `start` on, but none from `end` on, by all 256 threads. `wait`, called by every thread, says once
+// the parts are there whether the step has failed; what does not depend on them is read before.
 template <bool ALL_HERE, class Wait>
 DEV void combine_columns(const Layer& layer, const Step& step, int token, int start, int end, CombineShared& shared,
                          const Wait& wait) {
   int at = threadIdx.x % DOWN_CHUNK, column = start + at;
-  bool bad = step.row_bad[token] != 0, failed = false;
+  bool bad = step.row_bad[token] != 0;
   float y = 0;
   for (int first = 0; first < step.top_k; first += COMBINE_RANKS) {
     load_ranks(step, token, first, shared.ranks);
-    if (first == 0) wait();
+    if (first == 0) bad |= wait();
     __syncthreads();
-    if (first == 0) failed = !ALL_HERE && *(const volatile u32*)&step.state->failed == step.state->clock;
     sum_experts<ALL_HERE>(layer, step, shared.ranks, shared.outs, start, end);
     __syncthreads();
-    y = add_ranks(shared.ranks, shared.outs, at, bad || failed, y);
+    y = add_ranks(shared.ranks, shared.outs, at, bad, y);
     __syncthreads();
   }
   if (threadIdx.x < DOWN_CHUNK && column < end)

@@ -125,6 +125,7 @@ DEV void run_combine(const Layer& layer, const Step& step, const Progress& progr
     for (int start = columns.first; start < end; start += DOWN_CHUNK)
       combine_columns<true>(layer, step, token, start, end, shared, [&] {
         if (threadIdx.x < 32) wait_for_blocks(progress.parts + task, count, CHUNKS, clock);
+        return false;
       });
 }
 

@@ -39,19 +39,28 @@ DEV void guess_item(const Layer& layer, const Step& step, int index, Guess& gues
   if (lane == 0) guess.is_hit = once && hits == total && index < total;
 }
 
-// All warps but the first: the row's records as publish makes them, to shared memory.
+DEV void make_block(u8* row, int block, const float v[8]) {
+  int lane = threadIdx.x % 32;
+  if (UpFormat::INT8) {
+    write_record<true>(v, row + block * SPREAD_RECORD, lane);
+    return;
+  }
+  float4* out = (float4*)(row + 4 * (block * BLOCK + 8 * lane));
+  out[0] = make_float4(v[0], v[1], v[2], v[3]);
+  out[1] = make_float4(v[4], v[5], v[6], v[7]);
+}
+
+// All warps but the first: the row's records as publish makes them, to shared memory; two blocks are loaded at a time.
 DEV void make_row(const Layer& layer, const Step& step, u8* row) {
-  int nb = (layer.hidden + BLOCK - 1) / BLOCK, lane = threadIdx.x % 32;
-  for (int block = threadIdx.x / 32 - 1; block < nb; block += WARPS - 1) {
-    float v[8];
-    load8(step, (const u8*)step.x, block * BLOCK + 8 * lane, layer.hidden, v);
-    if (UpFormat::INT8) {
-      write_record<true>(v, row + block * SPREAD_RECORD, lane);
-    } else {
-      float4* out = (float4*)(row + 4 * (block * BLOCK + 8 * lane));
-      out[0] = make_float4(v[0], v[1], v[2], v[3]);
-      out[1] = make_float4(v[4], v[5], v[6], v[7]);
-    }
+  int nb = (layer.hidden + BLOCK - 1) / BLOCK, first = 8 * (threadIdx.x % 32);
+  const u8* x = (const u8*)step.x;
+  for (int block = threadIdx.x / 32 - 1; block < nb; block += 2 * (WARPS - 1)) {
+    float v[8], w[8];
+    int other = block + WARPS - 1;
+    load8(step, x, block * BLOCK + first, layer.hidden, v);
+    if (other < nb) load8(step, x, other * BLOCK + first, layer.hidden, w);
+    make_block(row, block, v);
+    if (other < nb) make_block(row, other, w);
   }
 }
 
