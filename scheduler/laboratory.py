@@ -7,7 +7,7 @@ anything in a live run.
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -136,6 +136,14 @@ def _make_resident(state: State, replay: Replay, ranked: NDArray[np.intp]) -> No
             take_slots(state, geometry, state.pool_of[layer], NO_PRICE, 1, slots, victims, 0)
             reserve_slot(state, state.pool_of[layer], int(slots[0]), shard)
             land_fill(state, geometry, int(slots[0]), shard)
+
+
+def run_references(whole: Replay, split: Replay, slots: int) -> list[ReplayResult]:
+    """FreeToken's rule on whole experts, the static hot list and clairvoyance, for ``slots`` of ``split``'s shards."""
+    shards = int(split.geometry.num_shards[0])
+    rule = run_rule(whole, slots // shards)
+    counts = {name: getattr(rule, name) * shards for name in ("num_slots", "fills", "evictions")}
+    return [replace(rule, **counts), run_hot_list(split, slots), run_clairvoyant(split, slots)]
 
 
 def run_single_lanes(whole: Replay, split: Replay, part: float) -> dict[str, float]:

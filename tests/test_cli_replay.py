@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import sys
 
@@ -143,3 +144,26 @@ def test_a_trace_of_which_nothing_is_left_is_an_error(npz, tmp_path):
     run("record", str(path), "--import", str(npz), "--expert-bytes", "1000")
     path.write_bytes(path.read_bytes()[:-10])  # the only block of events
     assert "it holds no whole layer-step" in run("replay", str(path), expect=1).stderr
+
+
+@needs_compiled
+def test_replay_shows_what_a_policy_is_judged_by(npz):
+    common = ["replay", str(npz), "--expert-bytes", "3MB", "--shards", "3", "--slots", "2", "--no-single-lanes"]
+    shown = run(*common, "--references", "--more-vram", "9MB").stdout
+    for text in ("ratio rule", "static hot list", "clairvoyant", "9MB more VRAM (27 slots) buys"):
+        assert text in shown
+    found = json.loads(run(*common, "--references", "--more-vram", "9MB", "--json").stdout)
+    assert [one["name"] for one in found["policies"]] == ["default", "ratio rule", "static hot list", "clairvoyant"]
+    assert found["more_vram"][0]["num_slots"] == 27 and found["more_vram"][0]["gain"] > 0
+
+
+@needs_compiled
+def test_a_chart_is_drawn_or_refused_before_anything_runs(npz, tmp_path):
+    common = ["replay", str(npz), "--expert-bytes", "3MB", "--shards", "3", "--no-single-lanes", "--chart"]
+    assert ".pdf" in run(*common, str(tmp_path / "a.txt"), expect=2).stderr
+    assert "folder" in run(*common, str(tmp_path / "no" / "a.png"), expect=2).stderr
+    if importlib.util.find_spec("matplotlib") is None:
+        assert "matplotlib" in run(*common, str(tmp_path / "a.png"), expect=2).stderr
+        return
+    run(*common, str(tmp_path / "a.png"))
+    assert (tmp_path / "a.png").read_bytes().startswith(b"\x89PNG") and len(list(tmp_path.glob(".*"))) == 0

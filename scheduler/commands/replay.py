@@ -55,6 +55,18 @@ def replay(
     single_lanes: Annotated[
         bool, typer.Option("--single-lanes/--no-single-lanes", help="Also replay with each lane alone.")
     ] = True,
+    references: Annotated[
+        bool,
+        typer.Option(
+            "--references", help="Beside them a fixed rule, a static hot list, and one that knows the future."
+        ),
+    ] = False,
+    more_vram: Annotated[
+        str | None, typer.Option(help="What so many bytes of slots more would bring, such as 4GiB.")
+    ] = None,
+    chart: Annotated[
+        Path | None, typer.Option(help="Draw speed by slots into this file: .png, .svg or .pdf (needs trilane[plot]).")
+    ] = None,
     verify_plans: Annotated[
         bool, typer.Option("--verify", help="Only check that a recorded run's plans come out the same.")
     ] = False,
@@ -64,13 +76,18 @@ def replay(
 
     Exit code 1 if --verify finds a plan that differs.
     """
+    from trilane.commands.replay_chart import draw_chart, need_matplotlib, speeds_by_slots
     from trilane.errors import TraceError
+    from trilane.laboratory import run_references
     from trilane.replay import Replay
     from trilane.traces.trace import STEP
 
+    if chart is not None:
+        need_matplotlib(chart)
+
     if sum(value is not None for value in (slots, slots_total, vram)) > 1:
         raise typer.BadParameter("give one of --slots, --slots-total and --vram", param_hint="--slots")
-    room = _size("--vram", vram)
+    room, more = _size("--vram", vram), _size("--more-vram", more_vram)
     nbytes, configs = _size("--expert-bytes", expert_bytes), _configs(policies or [])
     trace = _load(file, tokens, batch)
     if verify_plans:
@@ -89,10 +106,39 @@ def replay(
             ready.run(name, config, ready.slots_for(config, **size), single_lanes=single_lanes, progress=advance)
             for name, config in configs
         ]
+    whole = Replay(trace, where, expert_nbytes=nbytes, num_shards=1) if references or chart else ready
+    if references:
+        results += run_references(whole, ready, results[0].num_slots)
+    gains = [] if more is None else _what_if(ready, configs, results, more)
+    if chart is not None:
+        draw_chart(chart, speeds_by_slots(whole, ready, configs), f"{where.name}, {trace.meta.model or 'trace'}")
     if as_json:
-        typer.echo(json.dumps(_as_dict(trace, ready, where, results), indent=1))
-    else:
-        _print_results(trace, ready, where, results, by_default=machine is None)
+        typer.echo(json.dumps(_as_dict(trace, ready, where, results) | {"more_vram": gains}, indent=1))
+        return
+    _print_results(trace, ready, where, results, by_default=machine is None)
+    for gain in gains:
+        typer.echo(
+            f"{gain['name']}: {more_vram} more VRAM ({gain['num_slots']:,} slots) buys {gain['passes_a_second']:,.1f} "
+            f"passes a second instead of {gain['passes_a_second_now']:,.1f}: {gain['gain']:+.1%}"
+        )
+
+
+def _what_if(
+    ready: Replay, configs: list[tuple[str, Config]], results: list[ReplayResult], more: int
+) -> list[dict[str, Any]]:
+    """The same policies with so many bytes of slots more."""
+    gains = []
+    for (name, config), now in zip(configs, results, strict=False):
+        slots = ready.slots_for(config, per_layer=None, total=None, nbytes=now.num_slots * _slot_nbytes(ready) + more)
+        then = ready.run(name, config, slots, single_lanes=False)
+        speeds = {"passes_a_second": 1e6 / then.mean_us, "passes_a_second_now": 1e6 / now.mean_us}
+        gain = now.mean_us / then.mean_us - 1
+        gains.append({"name": name, "nbytes": more, "num_slots": then.num_slots, **speeds, "gain": gain})
+    return gains
+
+
+def _slot_nbytes(ready: Replay) -> int:
+    return int(ready.geometry.shard_nbytes.max())
 
 
 def _load(file: Path | None, tokens: int | None, batch: int | None) -> Trace:
