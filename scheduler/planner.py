@@ -19,7 +19,7 @@ from trilane.placement import place_missing
 from trilane.plan import NUM_COPIES, NUM_MISSING, NUM_RUNS, NUM_UNPLACED
 from trilane.residency import NO_PRICE, empty_slot, reserve_slot, slot_price, take_slots
 from trilane.split import choose_split, learn_scatter
-from trilane.wanted import best_wanted, drop_coming, drop_wanted, has_victim, list_coming, want_expert
+from trilane.wanted import best_wanted, drop_coming, drop_wanted, has_victim, list_coming, want_expert, want_followers
 
 
 @decision
@@ -176,6 +176,7 @@ def learn_step(state, geometry, options, layer, experts, num_experts):
     if options.background:
         if state.follower.shape[1] > 0:
             list_coming(state, geometry, layer, experts, num_experts)
+            want_followers(state, geometry, layer, experts, num_experts)
         for i in range(num_experts):
             expert = geometry.first_expert[layer] + experts[i]
             if state.resident[expert] < geometry.num_shards[layer]:

@@ -20,8 +20,8 @@ DECAYED_FREQUENCY = 1
 PREDICTED = 2
 GIVEN = 3  # scores are set from outside, as a replay that knows the future does; no configuration has it
 EVICTIONS = ("lru", "decayed_frequency", "predicted", "given")
-NUM_FOLLOWERS = 8  # so many of an expert's likeliest followers are remembered, in its layer and in the next one
-NUM_FOLLOWERS_WIDE = 5  # the same where ids of a layer need two bytes
+NUM_FOLLOWERS, NUM_AHEAD = 10, 6  # so many of an expert's likeliest followers are remembered, and of the next layer
+NUM_WIDE_FOLLOWERS, NUM_WIDE_AHEAD = 6, 4  # the same where ids of a layer need two bytes
 MOST_FOLLOWED = 16  # steps of more experts neither teach nor predict: all follow all
 NUM_WANTED = 8
 NUM_COMING = 8
@@ -64,7 +64,7 @@ class State(NamedTuple):
     follower : uint8 or uint16 (experts, NUM_FOLLOWERS), follow_rate : uint8 (experts, NUM_FOLLOWERS)
         Experts of the layer that were used in the pass after this one, and how often of late in 256ths (0: no entry).
         No columns unless ``eviction`` is PREDICTED.
-    ahead, ahead_rate
+    ahead : uint8 or uint16 (experts, NUM_AHEAD), ahead_rate : uint8 (experts, NUM_AHEAD)
         The same of the experts of the next layer that were used right after this one.
     tally : int32 (most experts of a layer,)
         Scratch by id in a layer; all 0 between calls.
@@ -143,7 +143,7 @@ def make_state(
     pool: str = "shared",
     eviction: str = "lru",
     half_life_steps: float = 16.0,
-    prediction: float = 3.0,
+    prediction: float = 4.0,
 ) -> State:
     """An empty cache.
 
@@ -174,8 +174,8 @@ def make_state(
     num_experts = int(geometry.first_expert[-1])
     largest = int(np.diff(geometry.first_expert).max())
     id_type = np.uint8 if largest <= 256 else np.uint16
-    columns = NUM_FOLLOWERS if largest <= 256 else NUM_FOLLOWERS_WIDE
-    followers = (num_experts, columns if eviction == "predicted" else 0)
+    columns = (NUM_FOLLOWERS, NUM_AHEAD) if largest <= 256 else (NUM_WIDE_FOLLOWERS, NUM_WIDE_AHEAD)
+    followers, ahead = ((num_experts, k if eviction == "predicted" else 0) for k in columns)
     certain = 1.0 / (1.0 - 2.0 ** (-1.0 / half_life_steps))  # uses of late of an expert that every pass uses
     return State(
         slot_of=np.full(int(geometry.first_shard[-1]), -1, np.int32),
@@ -197,8 +197,8 @@ def make_state(
         flags=np.zeros(num_experts, np.uint8),
         follower=np.zeros(followers, id_type),
         follow_rate=np.zeros(followers, np.uint8),
-        ahead=np.zeros(followers, id_type),
-        ahead_rate=np.zeros(followers, np.uint8),
+        ahead=np.zeros(ahead, id_type),
+        ahead_rate=np.zeros(ahead, np.uint8),
         tally=np.zeros(largest, np.int32),
         boost=np.zeros(num_experts, np.uint16),
         boost_unit=np.zeros(layers, np.float64),

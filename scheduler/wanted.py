@@ -29,6 +29,21 @@ def want_expert(state, expert):
         state.wanted[least] = expert
 
 
+@decision
+def want_followers(state, geometry, layer, experts, num_experts):
+    """Want what the step's experts foretell for the next pass, as far as it is worth more than the cheapest victim."""
+    if num_experts > MOST_FOLLOWED:
+        return
+    first, price = geometry.first_expert[layer], slot_price(state, state.pool_of[layer])
+    for k in range(num_experts):
+        row = (first + experts[k]) & INDEX
+        for j in range(state.follower.shape[1]):
+            expert = (first + int(state.follower[row, j])) & INDEX
+            absent = state.resident[expert] < geometry.num_shards[layer]
+            if absent and state.follow_rate[row, j] > 0 and state.score[expert] > price:
+                want_expert(state, expert)
+
+
 @decision(inline=True)
 def _precedes(state, a, b):
     return state.score[a] > state.score[b] or (state.score[a] == state.score[b] and a < b)

@@ -131,3 +131,12 @@ def test_state_of_a_key_is_small():
     state = make_state(geometry, 100, eviction="predicted")
     of_keys = [v for v in state if isinstance(v, np.ndarray) and len(v) == 1024 and v.ndim]
     assert sum(v.nbytes for v in of_keys) + geometry.layer_of.nbytes <= 64 * 1024
+
+
+def test_layers_of_many_experts_have_wide_ids():
+    geometry = make_geometry([300], [[10]])
+    state = make_state(geometry, 40, eviction="predicted")
+    assert state.follower.dtype == np.uint16 and state.follower.shape[1] < NUM_FOLLOWERS
+    for _ in run_steps(geometry, state, [(clock, [290 + clock % 2, 280]) for clock in range(1, 80)]):
+        pass
+    assert state.boost[[280, 290, 291]].all() and state.boost.astype(bool).sum() == 3
