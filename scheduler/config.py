@@ -165,6 +165,9 @@ class PolicyConfig(_Section):
         default="makespan",
         description="misses over the lanes by the least step time, or by the ratio of rates alone",
     )
+    learn_rates: bool = Field(
+        default=False, description="let what lanes took move the rates that plans are made with (host device)"
+    )
     background: bool = Field(
         default=True, description="these fills also bring what was missed of late, not hints alone"
     )

@@ -6,6 +6,7 @@ further waves, failures. Argument checks and the public face are the engine's; d
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -14,6 +15,7 @@ from typing import Any
 import numpy as np
 from numba import typeof
 
+from trilane.accounts import CPU_US, FETCH_US, HITS_US
 from trilane.config import Config
 from trilane.cost import Rates, make_rates
 from trilane.cpu_kernels.activation import (
@@ -29,7 +31,7 @@ from trilane.cpu_kernels.host_workspace import StepShape, make_workspace, rows_p
 from trilane.cpu_kernels.isa import available_isas
 from trilane.cpu_kernels.words import LinkJob, Piece
 from trilane.errors import ConfigError, DeviceError, Problem
-from trilane.expert import Outcome, Plan
+from trilane.expert import CPU, HIT, STREAM, ZERO_COPY, Outcome, Plan
 from trilane.fill_budget import FillBudget
 from trilane.host_run import (
     DONE,
@@ -48,6 +50,7 @@ from trilane.host_run import (
 from trilane.host_step import LINK_NS
 from trilane.host_tables import make_tables, store_geometry
 from trilane.journal import StoryEntry, expert_story, last_plan, make_journal
+from trilane.observed import make_observed, observe_lane, pass_step, scale_rates
 from trilane.plan import Options, make_work
 from trilane.planner import abandon_step, plan_background, plan_fills
 from trilane.policy import empty_state, num_slots, policy_options
@@ -59,6 +62,8 @@ from trilane.state import State
 from trilane.stats import Total
 from trilane.store import ExpertStore
 from trilane.traces.trace import TraceMeta
+
+log = logging.getLogger("trilane")
 
 ELEMENTS = {"f32": HIDDEN_F32, "f16": HIDDEN_F16, "bf16": HIDDEN_BF16}
 SCRATCH_NBYTES = 64 << 20
@@ -158,6 +163,9 @@ class HostRunner:
             (set_flag, (0, 0)),
         ):
             function.compile(tuple(typeof(argument) for argument in arguments))
+        if self.config.policy.learn_rates:
+            observe_lane.compile((typeof(self._observed), typeof(0), typeof(0.0), typeof(0.0)))
+            pass_step.compile((typeof(self._observed), typeof(0)))
 
     # ----------------------------------------------------------------------------------------- memory
     def reset(self) -> None:
@@ -186,6 +194,10 @@ class HostRunner:
 
     @rates.setter
     def rates(self, rates: Sequence[Rates]) -> None:
+        self._observed, self._profiled = make_observed(), list(rates)
+        self._use_rates(rates)
+
+    def _use_rates(self, rates: Sequence[Rates]) -> None:
         self._lose_track()
         self._rate_stashes = stash_each(rates)  # layers of one kind share theirs
 
@@ -294,6 +306,8 @@ class HostRunner:
             self.device.combine(self.ws, int(self._step[Step.NUM_ROWS]))
             self._close_step(self._run.address)
         self._open = False
+        if self.config.policy.learn_rates:
+            self._learn_rates()
         if self.options.background and self.state.num_wanted[0] + self.state.num_coming[0] > 0:
             self._start_background()
 
@@ -400,6 +414,24 @@ class HostRunner:
         if num:
             self._post_fills()
         return num
+
+    def _learn_rates(self) -> None:
+        """What the lanes took moves the rates of all layers; a step of several waves tells nothing of single lanes."""
+        terms, counts, seen = self._work.predicted_us, self._work.counts, self._observed
+        if (self._work.lane[: counts[:4].sum()] < 0).any():
+            return
+        fetches = [lane for lane in (STREAM, ZERO_COPY) if counts[lane]]
+        took = {CPU: self.lane_us[CPU_US], HIT: self.lane_us[HITS_US]}
+        took |= {fetches[0]: self.lane_us[FETCH_US]} if len(fetches) == 1 else {}
+        changed = False
+        if counts[STREAM : CPU + 1].any():
+            changed |= bool(pass_step(seen, sum(1 << lane for lane in range(4) if counts[lane])))
+        for lane, us in took.items():
+            changed |= bool(observe_lane(seen, lane, float(terms[lane] / seen.used[lane]), float(us)))
+        if changed:
+            kept: dict[int, Rates] = {}
+            self._use_rates([kept.setdefault(id(one), scale_rates(one, seen)) for one in self._profiled])
+            log.info("rates by lane are now %s of the profile's", np.round(seen.used, 2).tolist())
 
     def _start_background(self) -> None:
         """Use the time until the next step for what was missed of late, as much of it as landed the last times."""
