@@ -1,19 +1,20 @@
 // combine: the output of a layer-step, once the CPU lane's parts are there. Grid (column chunks, rows), 256 threads.
 //
-// Of few blocks each looks at the host's word itself; of many the first one does and tells the others, because reads of
-// one word of host memory by many blocks queue up. They look before the plan has ended: what is later counts.
+// The first block waits for the host and tells the others: reads of one word of host memory queue up, about a microsecond
+// each. It looks before the plan has ended: what is later counts.
 #include "combine.cuh"
 
-constexpr int ASKING_BLOCKS = 32;
-
-// One thread: until the CPU lane's parts are there, or the step has failed; both words are asked for side by side.
+// One thread: until the CPU lane's parts are there, or the step has failed.
 DEV void wait_for_processor(const Step& step) {
   u32 clock = *(const volatile u32*)&step.state->clock, sequence = *(const volatile u32*)&step.state->sequence;
+  bool side_by_side = step.abort == step.cpu_flag + 1;  // one look for both
   for (;; rest()) {
-    u32 flag = step.cpu_flag ? *(const volatile u32*)step.cpu_flag : sequence;
-    u32 aborted = step.abort ? *(const volatile u32*)step.abort : 0;  // whatever was waited for may not have come
-    if (aborted) return fail(step, clock, ERROR_ABORTED);
-    if (flag == sequence || *(const volatile u32*)&step.state->failed == clock) break;
+    uint4 words = make_uint4(sequence, 0, 0, 0);
+    if (step.cpu_flag && side_by_side) words = load16(step.cpu_flag);
+    if (step.cpu_flag && !side_by_side) words.x = *(const volatile u32*)step.cpu_flag;
+    if (step.abort && !side_by_side) words.y = *(const volatile u32*)step.abort;
+    if (words.y) return fail(step, clock, ERROR_ABORTED);  // whatever was waited for may not have come
+    if (words.x == sequence || *(const volatile u32*)&step.state->failed == clock) break;
   }
   __threadfence_system();
 }
@@ -22,20 +23,18 @@ extern "C" __global__ void __launch_bounds__(256) combine(const __grid_constant_
   let_next_start();  // which waits until this has ended
   __shared__ CombineShared shared;
   __shared__ bool failed;
-  u32 clock = *(const volatile u32*)&step.state->clock, missing = *(const volatile u32*)&step.state->missing;
-  bool first = blockIdx.x + blockIdx.y == 0, all_ask = gridDim.x * gridDim.y <= ASKING_BLOCKS;
-  bool ends = missing == 0 && combines_at_once(step);
+  const volatile State& state = *step.state;
+  u32 clock = state.clock, missing = state.missing, epoch = state.epoch;
+  bool first = threadIdx.x + blockIdx.x + blockIdx.y == 0, ends = missing == 0 && combines_at_once(step);
   auto wait = [&] {
-    if (threadIdx.x == 0 && missing && (first || all_ask)) wait_for_processor(step);
+    if (first && missing) wait_for_processor(step);
     wait_for_earlier();
-    if (threadIdx.x == 0 && first) {
-      step.state->epoch++;
-      store_release_gpu(&step.state->summable, clock);
-    }
+    if (first) step.state->epoch = epoch + 1;
     if (ends) return false;
+    if (first && missing) store_release_gpu(&step.state->summable, clock);
     if (threadIdx.x == 0) {
-      while (missing && !first && !all_ask && load_acquire_gpu(&step.state->summable) != clock) rest();
-      failed = *(const volatile u32*)&step.state->failed == clock;
+      while (missing && load_acquire_gpu(&step.state->summable) != clock) rest();
+      failed = state.failed == clock;
     }
     __syncthreads();
     return failed;

@@ -78,7 +78,7 @@ def _mapped_sizes(s: DeviceShape) -> dict[str, int]:
     blocks, items = -(-s.hidden // BLOCK), s.max_positions * s.max_shards
     updates = words.HEADER_NBYTES + words.UPDATE_NBYTES * 2 * max(s.max_items, s.max_experts * s.max_shards)
     return {
-        "mail": 64, "pending": updates, "acknowledged": 64, "cpu_flag": 64, "abort": 64, "error": 64,
+        "mail": 64, "pending": updates, "acknowledged": 64, "cpu_flag": 64, "error": 64,
         "updates": updates, "plan_list": words.list_nbytes(s.max_items), "copied": 64, "fill_flag": 64,
         "stamps": 4 * s.num_shards, "mail_groups": 12 * s.max_positions, "mail_missing": 8 * s.max_positions,
         "mail_tokens": 4 * s.max_positions, "mail_weights": 4 * s.max_positions,
@@ -157,6 +157,7 @@ class CudaDevice:
             offsets, nbytes = _place(sizes)
             blocks.append(allocate(nbytes))
             self.address |= {name: blocks[-1] + offset for name, offset in offsets.items()}
+        self.address["abort"] = self.address["cpu_flag"] + 4  # the GPU looks at both at once
         self.copy_stream = self._make_stream(HIGH_PRIORITY)
         self.fill_stream = self._make_stream(LOW_PRIORITY)
         self.work_stream = self._make_stream(HIGH_PRIORITY)  # of callers who bring none

@@ -183,15 +183,15 @@ DEV bool run_guess(const Layer& layer, const Step& step, const Progress& progres
   __shared__ Guess guess;
   __shared__ Verdict verdict;
   int warp = threadIdx.x / 32;
-  Stage stage = stage_of(layer, work, layer.place[0], shared);
+  RowShare share = load_share(layer, step, warp);  // past the row's end it is zeros
   if (warp == 0) guess_item(layer, step, index, guess, work.item);
-  if (warp > 0 && stage.row) make_row(layer, step, stage.row);
   __syncthreads();
   if (!guess.is_hit) return false;
   const ShardPlace& place = layer.place[work.item.shard == layer.num_shards - 1];
-  stage = stage_of(layer, work, place, shared);
+  Stage stage = stage_of(layer, work, place, shared);
   send_for_neurons(work.item, stage);
   send_for_columns(work.item, stage);
+  make_row(layer, step, share, stage.row);
   uint4 seen = look_at(step, index);
   bool right = run_whole(layer, step, progress, work, index, place, stage, [&] {
     if (warp == 0) judge(step, index, work, seen, verdict);

@@ -50,18 +50,20 @@ DEV void make_block(u8* row, int block, const float v[8]) {
   out[1] = make_float4(v[4], v[5], v[6], v[7]);
 }
 
-// All warps but the first: the row's records as publish makes them, to shared memory; two blocks are loaded at a time.
-DEV void make_row(const Layer& layer, const Step& step, u8* row) {
-  int nb = (layer.hidden + BLOCK - 1) / BLOCK, first = 8 * (threadIdx.x % 32);
-  const u8* x = (const u8*)step.x;
-  for (int block = threadIdx.x / 32 - 1; block < nb; block += 2 * (WARPS - 1)) {
-    float v[8], w[8];
-    int other = block + WARPS - 1;
-    load8(step, x, block * BLOCK + first, layer.hidden, v);
-    if (other < nb) load8(step, x, other * BLOCK + first, layer.hidden, w);
-    make_block(row, block, v);
-    if (other < nb) make_block(row, other, w);
-  }
+// What each warp makes of the row, a block of it at first, in two parts: its elements are asked for at once, and turned into
+// records when nothing else is to be done.
+struct RowShare { float v[8]; };
+
+DEV RowShare load_share(const Layer& layer, const Step& step, int block) {
+  RowShare share;
+  load8(step, (const u8*)step.x, block * BLOCK + 8 * (threadIdx.x % 32), layer.hidden, share.v);
+  return share;
+}
+
+DEV void make_row(const Layer& layer, const Step& step, const RowShare& share, u8* row) {
+  int nb = (layer.hidden + BLOCK - 1) / BLOCK, warp = threadIdx.x / 32;
+  if (warp < nb) make_block(row, warp, share.v);
+  for (int block = warp + WARPS; block < nb; block += WARPS) make_block(row, block, load_share(layer, step, block).v);
 }
 
 // The list's header in the lanes of a warp but 1 to 3, which get place `index`, sixteen bytes each.

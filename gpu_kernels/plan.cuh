@@ -8,7 +8,9 @@
 #include "updates.cuh"
 
 constexpr int ITEM_CHUNKS = 3;  // of an item's sixteen-byte chunks, those with something in them
-constexpr int HALF = 128;       // threads for the header and the items; the others are for updates
+// Threads that look: for the header and some items, and from the second half of the block on for some updates. What is
+// more than that is read afterwards, so that a look is small.
+constexpr int HALF = 128, ITEM_LOOKS = 8 * ITEM_CHUNKS, UPDATE_LOOKS = 16;
 
 struct Relay {  // in shared memory
   int seen, count, num_updates, torn, stop;
@@ -31,19 +33,18 @@ DEV void relay_plan(const Step& step, const Progress& progress, const WorkList* 
   __shared__ Relay relay;
   u32 clock = *(const volatile u32*)&step.state->clock, sequence = *(const volatile u32*)&step.state->sequence;
   int thread = threadIdx.x, own = thread < HALF ? thread - 1 : thread - HALF;
-  const uint4* at = thread == 0 ? (const uint4*)list
-                    : thread < HALF ? item_chunk(list, min(own, max_items * ITEM_CHUNKS - 1))
-                                    : update_chunk(updates, min(own, 2 * max_items - 1));
-  uint4 chunk;
+  const uint4* at = thread == 0 ? (const uint4*)list : thread < HALF ? item_chunk(list, own) : update_chunk(updates, own);
+  bool looks_at = thread == 0 || own < (thread < HALF ? min(ITEM_LOOKS, max_items * ITEM_CHUNKS) : min(UPDATE_LOOKS, 2 * max_items));
+  uint4 chunk = make_uint4(0, 0, 0, 0);
   for (u32 looks = 1;; looks++) {
-    chunk = load16(at);
+    if (looks_at) chunk = load16(at);
     if (thread == 0) {
       relay = {chunk.x == sequence, min((int)chunk.y, max_items), (int)chunk.z, 0, !wait};
       if ((looks & 63u) == 0 && step.abort && load_acquire_system(step.abort)) relay.stop = 1;
     }
     __syncthreads();
     int mine = thread < HALF ? relay.count * ITEM_CHUNKS : relay.num_updates;
-    if (relay.seen && thread > 0 && own < mine && chunk.z != sequence) relay.torn = 1;
+    if (relay.seen && thread > 0 && looks_at && own < mine && chunk.z != sequence) relay.torn = 1;
     __syncthreads();
     bool whole = relay.seen && !relay.torn, ends = whole || relay.stop;
     __syncthreads();
@@ -52,16 +53,16 @@ DEV void relay_plan(const Step& step, const Progress& progress, const WorkList* 
   }
   bool ours = relay.seen && !relay.torn;
   int count = ours ? relay.count : 0, chunks = count * ITEM_CHUNKS, num_updates = ours ? relay.num_updates : 0;
-  if (thread > 0 && thread < HALF && own < chunks) keep_item(step, own, chunk);
-  for (int i = HALF - 1 + thread; i < chunks; i += blockDim.x) keep_item(step, i, load16(item_chunk(list, i)));
+  if (thread > 0 && thread < HALF && looks_at && own < chunks) keep_item(step, own, chunk);
+  for (int i = ITEM_LOOKS + thread; i < chunks; i += blockDim.x) keep_item(step, i, load16(item_chunk(list, i)));
   if (thread == 0) {
     step.plan->count = count;
     if (!ours) fail(step, clock, wait ? ERROR_ABORTED : ERROR_STALE_PLAN);
   }
   __syncthreads();
   if (thread == 0) store_release_gpu(progress.relayed, clock);
-  if (thread >= HALF && own < num_updates) step.table[chunk.x] = (int)chunk.y;
-  for (int i = HALF + thread; i < num_updates; i += blockDim.x) {
+  if (thread >= HALF && looks_at && own < num_updates) step.table[chunk.x] = (int)chunk.y;
+  for (int i = UPDATE_LOOKS + thread; i < num_updates; i += blockDim.x) {
     uint4 update = load16(update_chunk(updates, i));
     step.table[update.x] = (int)update.y;
   }

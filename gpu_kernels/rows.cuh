@@ -12,5 +12,15 @@ DEV void load8(const Step& step, const u8* x, int first, int hidden, float v[8])
     v[0] = a.x, v[1] = a.y, v[2] = a.z, v[3] = a.w, v[4] = b.x, v[5] = b.y, v[6] = b.z, v[7] = b.w;
     return;
   }
+  if (vectors) {
+    uint4 words = *(const uint4*)at;
+    u32 four[4] = {words.x, words.y, words.z, words.w};
+#pragma unroll
+    for (int i = 0; i < 8; i++) {
+      u16 bits = (u16)(four[i / 2] >> (16 * (i & 1)));
+      v[i] = step.x_element == ELEMENT_F16 ? half_to_float(bits) : __uint_as_float((u32)bits << 16);
+    }
+    return;
+  }
   for (int i = 0; i < 8; i++) v[i] = first + i < hidden ? load_element(x, step.x_element, first + i) : 0.0f;
 }
