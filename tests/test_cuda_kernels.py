@@ -265,6 +265,32 @@ def test_pending_updates_are_applied_after_the_look_up_and_acknowledged(backend_
     device.check_output(routing)
 
 
+@pytest.mark.parametrize("change", ["found", "lost"])
+def test_hits_that_were_guessed_wrong_are_made_again(backend_of, change):
+    """The slot table changes between publish's look-up and that of the hits, which then expect another list."""
+    rng = np.random.default_rng(11)
+    device = on_device(backend_of, make_store("q4_k", "silu_glu", 256, 512), 1)
+    routing = random_step(rng, 1, 3, 4, 256, skips=False)
+    expert = int(np.sort(routing.ids[0])[0])  # the first of the list, so all others move
+    lanes = np.full((4, 2), HIT)
+    if change == "found":
+        lanes[expert, 1] = CPU
+    device.set_resident(lanes, rng)
+    slot = -1
+    if change == "found":
+        slot = device.free.pop()
+        device._copy_to_slot(slot, device.shard_bytes(expert, 1))
+    pending = device.at["pending"].array
+    pending[64:72].view(np.int32)[:] = expert * 2 + 1, slot
+    pending[:8].view(np.int32)[:] = 7, 1
+    device.begin(routing)
+    if change == "found":
+        device.write_plan(routing, lanes)
+    device.finish()
+    device.check_output(routing)
+    assert not any(device.errors().values())
+
+
 def test_a_step_without_misses_touches_neither_mailbox_nor_plan(backend_of):
     device, routing, _ = started(backend_of, HIT, rows=5)
     mail = device.at["mail"].array.copy()
