@@ -147,12 +147,12 @@ def run_references(whole: Replay, split: Replay, slots: int) -> list[ReplayResul
 
 
 def run_single_lanes(whole: Replay, split: Replay, part: float) -> dict[str, float]:
-    """Mean us in MoE layers of each lane alone: the best of LRU and decayed frequency, whole experts and shards."""
+    """Mean us in MoE layers of each lane alone: the best of all evictions, whole experts and shards."""
     found: dict[str, float] = {}
     for replay in (whole, split):
         slots = int(part * int(replay.geometry.first_shard[-1]))
         for lane in ("stream", "zero_copy", "cpu"):
-            for eviction in ("lru", "decayed_frequency") if lane != "cpu" else ("lru",):
+            for eviction in ("lru", "decayed_frequency", "predicted") if lane != "cpu" else ("lru",):
                 state = make_state(replay.geometry, slots, eviction=eviction)
                 result = replay.run_state(lane, state, make_options(force=lane))
                 if result is not None:

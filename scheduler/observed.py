@@ -40,15 +40,15 @@ class Observed(NamedTuple):
         Observed over profiled time, averaged.
     used : float64 (4,)
         The factor that plans use.
-    count, unused, aside : int64 (4,)
-        Outcomes; steps since the last; outcomes in a row on one side of the factor (its sign says which).
+    outcomes, unused, aside : int64 (4,)
+        Outcomes so far; steps since the last; outcomes in a row on one side of the factor (its sign says which).
     run : float64 (4,)
-        Sum of the logarithm-free ratios of these outcomes.
+        Sum of the ratios of these outcomes to the profile.
     """
 
     factor: NDArray[np.float64]
     used: NDArray[np.float64]
-    count: NDArray[np.int64]
+    outcomes: NDArray[np.int64]
     unused: NDArray[np.int64]
     aside: NDArray[np.int64]
     run: NDArray[np.float64]
@@ -71,8 +71,8 @@ def observe_lane(observed, lane, profiled_us, observed_us):
     """
     if not (0.0 < profiled_us < INFINITE and 0.0 < observed_us < INFINITE):
         return False
-    observed.count[lane] += 1
-    if observed.count[lane] <= WARM_UP:
+    observed.outcomes[lane] += 1
+    if observed.outcomes[lane] <= WARM_UP:
         return False
     ratio = _bounded(observed_us / profiled_us, LEAST, MOST)
     if not _detect_step(observed, lane, ratio):
