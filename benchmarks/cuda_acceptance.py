@@ -82,13 +82,17 @@ def copy_gb_s(steps, count=64, samples=5):
 
 def read_gb_s(steps):
     """GB/s of the reading kernel with 8 experts in flight; None where the driver is not NVIDIA's."""
-    from benchmarks.read_curve import PinnedReader
     from trilane.gpu_kernels.driver import CudaDriver
+    from trilane.gpu_kernels.pinned_reader import PinnedReader
 
     if not isinstance(steps.runner.driver, CudaDriver):
         return None
     pinned = steps.runner.device.pinned
-    return PinnedReader(steps.runner.driver, pinned.address, pinned.pinned_nbytes, steps.expert_nbytes).gb_s(8)
+    reader = PinnedReader(steps.runner.driver, pinned.address, pinned.pinned_nbytes, steps.expert_nbytes)
+    try:
+        return reader.gb_s(8)
+    finally:
+        reader.close()
 
 
 # ------------------------------------------------------------------------------------------------- the parts

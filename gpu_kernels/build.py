@@ -1,6 +1,7 @@
 """From the ``.cu`` files to a cubin for one GPU architecture and one layer's weight formats, kept on disk.
 
-One program holds all kernels; the formats of gate, up and down are fixed when it is compiled (``Variant``).
+One program holds all kernels; the formats of gate, up and down are fixed when it is compiled (``Variant``). The kernel
+that only reads, for measurements, is a program of its own (``READER``).
 The options forbid what would change bits: no contraction, no flush-to-zero, IEEE division. A cubin's name is a
 hash of everything that went into it, so an edit, another compiler or other options never meet an old file.
 """
@@ -15,6 +16,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from importlib import resources
 from pathlib import Path
+from typing import ClassVar
 
 from trilane.cpu_kernels.formats import format_of
 from trilane.cpu_kernels.layout import ExpertLayout
@@ -38,6 +40,8 @@ class Variant:
     gate: str
     up: str
     down: str
+    files: ClassVar[tuple[str, ...]] = PROGRAM
+    kernels: ClassVar[tuple[str, ...]] = KERNELS
 
     def __post_init__(self) -> None:
         for name in (self.up, self.down) if self.gate == NO_GATE else (self.gate, self.up, self.down):
@@ -47,6 +51,18 @@ class Variant:
     def defines(self) -> tuple[str, ...]:
         """Options that select the formats."""
         return tuple(f"-D{matrix.upper()}_FORMAT={getattr(self, matrix)}" for matrix in ("gate", "up", "down"))
+
+
+@dataclass(frozen=True)
+class Program:
+    """Kernels that know no formats."""
+
+    files: tuple[str, ...]
+    kernels: tuple[str, ...]
+    defines: tuple[str, ...] = ()
+
+
+READER = Program(("read_pieces.cu",), ("read_pieces",))
 
 
 def variant_of(layout: ExpertLayout) -> Variant:
@@ -62,19 +78,19 @@ def sources() -> Mapping[str, str]:
     return dict(sorted(files.items())) | {"words.cuh": c_header()}
 
 
-def program_text() -> str:
+def program_text(variant: Variant | Program) -> str:
     """The whole program."""
-    return "".join(f'#include "{name}"\n' for name in PROGRAM)
+    return "".join(f'#include "{name}"\n' for name in variant.files)
 
 
-def options_for(variant: Variant, architecture: int) -> tuple[str, ...]:
+def options_for(variant: Variant | Program, architecture: int) -> tuple[str, ...]:
     """All compiler options; ``architecture`` is 10 * major + minor of the compute capability."""
     return (f"--gpu-architecture=sm_{architecture}", *OPTIONS, *variant.defines)
 
 
-def compile_variant(variant: Variant, architecture: int) -> bytes:
+def compile_variant(variant: Variant | Program, architecture: int) -> bytes:
     """The cubin, compiled now."""
-    return nvrtc.compile_cubin(program_text(), sources(), options_for(variant, architecture))
+    return nvrtc.compile_cubin(program_text(variant), sources(), options_for(variant, architecture))
 
 
 def cache_folder() -> Path:
@@ -84,14 +100,14 @@ def cache_folder() -> Path:
     return Path(platformdirs.user_cache_dir("trilane", "trilane")) / "cubins"
 
 
-def cubin_name(variant: Variant, architecture: int) -> str:
+def cubin_name(variant: Variant | Program, architecture: int) -> str:
     """The file name of a cubin: a hash of sources, options and compiler."""
-    parts = [program_text(), *options_for(variant, architecture), str(nvrtc.version())]
+    parts = [program_text(variant), *options_for(variant, architecture), str(nvrtc.version())]
     parts += [f"{name}\0{text}" for name, text in sources().items()]
     return hashlib.sha256("\1".join(parts).encode()).hexdigest() + ".cubin"
 
 
-def cubin(variant: Variant, architecture: int, folder: Path | None = None) -> bytes:
+def cubin(variant: Variant | Program, architecture: int, folder: Path | None = None) -> bytes:
     """The cubin from the cache, or compiled and put there; a folder that cannot be written is no fault."""
     path = (cache_folder() if folder is None else folder) / cubin_name(variant, architecture)
     try:

@@ -61,6 +61,8 @@ class Driver(Protocol):
 
     def make_current(self) -> None: ...
     def describe(self) -> str: ...
+    def name(self) -> str: ...
+    def pci_address(self) -> str: ...
     def free_nbytes(self) -> int: ...
     def allocate(self, nbytes: int) -> int: ...
     def free(self, address: int) -> None: ...
@@ -174,12 +176,22 @@ class CudaDriver:
         """Make the context current on the calling thread."""
         self._do("cuCtxSetCurrent", self.context)
 
+    def name(self) -> str:
+        """The GPU's name."""
+        name = ctypes.create_string_buffer(256)
+        self._do("cuDeviceGetName", name, ctypes.c_int(256), ctypes.c_int(self._device))
+        return name.value.decode()
+
     def describe(self) -> str:
         """The GPU's name and compute capability."""
-        name = ctypes.create_string_buffer(256)
-        self._do("cuDeviceGetName", name, 256, self._device)
         major, minor = self._attribute(COMPUTE_MAJOR), self._attribute(COMPUTE_MINOR)
-        return f"{name.value.decode()} (compute capability {major}.{minor})"
+        return f"{self.name()} (compute capability {major}.{minor})"
+
+    def pci_address(self) -> str:
+        """Where the GPU is on the PCI bus: domain:bus:device.function, hexadecimal."""
+        address = ctypes.create_string_buffer(32)
+        self._do("cuDeviceGetPCIBusId", address, ctypes.c_int(32), ctypes.c_int(self._device))
+        return address.value.decode().lower()
 
     # -------------------------------------------------------------------------------------------- memory
     def free_nbytes(self) -> int:
@@ -288,11 +300,11 @@ class CudaDriver:
         return 10 * self._attribute(COMPUTE_MAJOR) + self._attribute(COMPUTE_MINOR)
 
     def load_kernels(self, variant: Any) -> int:
-        """Load the kernels of a variant (build.py); a number for :meth:`encode`. Loaded at once, not lazily."""
-        from trilane.gpu_kernels.build import KERNELS, cubin
+        """Load the kernels of a variant or program (build.py); a number for :meth:`encode`. At once, not lazily."""
+        from trilane.gpu_kernels.build import cubin
 
         module = self._out("cuModuleLoadData", ctypes.c_char_p(cubin(variant, self.architecture)))
-        for name in KERNELS:
+        for name in variant.kernels:
             function = self._out("cuModuleGetFunction", module, ctypes.c_char_p(name.encode()))
             self._do("cuFuncSetAttribute", function, ctypes.c_int(SHARED_CARVEOUT), ctypes.c_int(100))  # one for all
             self._functions[module, name] = function

@@ -49,13 +49,14 @@ def build_folder() -> Path:
 
 
 @functools.cache
-def shim_library(variant: build.Variant) -> ctypes.CDLL:
+def shim_library(variant: build.Variant | build.Program) -> ctypes.CDLL:
     folder = build_folder()
-    path = folder / f"{variant.gate}-{variant.up}-{variant.down}.so"
+    source = "kernels.cpp" if isinstance(variant, build.Variant) else f"{variant.kernels[0]}.cpp"
+    path = folder / f"{source}{'-'.join(define.rpartition('=')[2] for define in variant.defines)}.so"
     kernels = Path(build.__file__).parent
     machine = ["-mfma"] if has_fma() else []
     command = [*compiler(), *_FLAGS, "-fPIC", "-shared", *machine, *variant.defines]
-    command += [f"-I{SHIM}", f"-I{kernels}", f"-I{folder}", str(SHIM / "kernels.cpp"), "-o", str(path)]
+    command += [f"-I{SHIM}", f"-I{kernels}", f"-I{folder}", str(SHIM / source), "-o", str(path)]
     result = subprocess.run(command, capture_output=True, text=True, check=False)
     assert result.returncode == 0, result.stderr
     return ctypes.CDLL(str(path))

@@ -163,6 +163,11 @@ class PlayedDriver:
     def describe(self):
         return "a played GPU"
 
+    name = describe
+
+    def pci_address(self):
+        return "0000:00:00.0"  # no GPU is there
+
     # --------------------------------------------------------------------------------------------- memory
     def used(self):
         return sum(len(block) for kind, block in self.blocks.values() if kind == "device")
@@ -294,9 +299,9 @@ class PlayedDriver:
 
     def _await_host(self, launch):
         """What a kernel waits for inside: the plan, the copies' flags, the CPU lane."""
-        step = launch.arguments[1]
-        if launch.kernel == "publish":
+        if launch.kernel in ("publish", "read_pieces"):
             return
+        step = launch.arguments[1]
         state = struct_at("State", step["state"])
         if not state["missing"]:
             return

@@ -16,7 +16,6 @@ from trilane.random_store import StepShape, random_store
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from benchmarks import cuda_acceptance
-from benchmarks.read_curve import compile_reader
 
 SHAPE = {"hidden": 256, "intermediate": 256, "num_experts": 4, "top_k": 2, "format": "q8_0"}
 
@@ -81,7 +80,3 @@ def test_rows_are_judged_by_their_goal():
 
 def test_a_line_through_times():
     assert cuda_acceptance.line_of((1, 2, 4), (15.0, 20.0, 30.0)) == (pytest.approx(10.0), pytest.approx(5.0))
-
-
-def test_the_reading_kernel_compiles():
-    assert compile_reader(90)[:4] == b"\x7fELF"

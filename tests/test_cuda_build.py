@@ -31,6 +31,13 @@ def test_all_kernels_compile(architecture, tmp_path):
     assert kept.read_bytes() == made and kept.suffix == ".cubin"
 
 
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_the_reading_kernel_compiles(architecture, tmp_path):
+    made = build.cubin(build.READER, architecture, tmp_path)
+    assert made[:4] == b"\x7fELF" and b".text.read_pieces\0" in made
+    assert build.cubin_name(build.READER, architecture) != build.cubin_name(VARIANTS[architecture], architecture)
+
+
 def test_every_format_is_compiled_somewhere():
     assert {name for v in VARIANTS.values() for name in (v.gate, v.up, v.down)} == {*FORMATS, build.NO_GATE}
     assert tuple(VARIANTS) == ARCHITECTURES
@@ -108,7 +115,9 @@ def test_a_launch_is_data():
     step["num_rows"] = 1
     progress = words.progress_words(4096, 24)
     made = launch.plan_launch(layout, layer, step, progress, 24, 64, 128)
-    assert made.grid == (24 * 16 + 1, 1) and made.threads == 256 and made.shared_nbytes == 16 * 2 * 1152 + 128 * 144
+    records = 8 * words.SPREAD_RECORD_NBYTES  # of a row of 2048
+    assert made.grid == (24 * 16 + 1, 1) and made.threads == 256
+    assert made.shared_nbytes == records + 16 * 2 * 1152 + 128 * 144
     assert launch.hit_launch(layout, layer, step, progress, 24).grid == (24 * 16, 1)
     assert launch.publish_launch(layer, step).shared_nbytes == 128 * launch.GROUPING_NBYTES
 
