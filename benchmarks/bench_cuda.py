@@ -15,8 +15,8 @@ import time
 import numpy as np
 
 from trilane import Config, ExpertScheduler
-from trilane.cuda_probe import planned_with
 from trilane.cuda_step_graph import GraphStep, StepGraph
+from trilane.cuda_step_probe import planned_with
 from trilane.plan import make_options
 from trilane.step_bench import StepShape, random_store
 

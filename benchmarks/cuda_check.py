@@ -27,17 +27,13 @@ def _store(experts=EXPERTS, hidden=HIDDEN, intermediate=INTERMEDIATE, layers=2):
 
 
 def _open(store, device, lane=None, slots=0.25):
-    from dataclasses import replace
-
     from trilane import Config, ExpertScheduler
-    from trilane.calibrate import this_machine
     from trilane.profile import Curve, host_profile
 
     config = Config(cache={"fraction": slots}, policy={"force": lane, "admit": "always"})
     rates = {"num_cores": 1, "copy_gb_s": 10, "zero_copy_gb_s": 10, "device_experts": {"q4_k": 10.0}}
     profile = host_profile(**rates, cpu_experts={"q4_k": Curve((1.0,), (10.0,))})  # where a lane is forced, any will do
-    profile = replace(profile, machine=this_machine()) if lane else None
-    return ExpertScheduler(store, profile=profile, config=config, device=device)
+    return ExpertScheduler(store, profile=profile if lane else None, config=config, device=device)
 
 
 def _routing(rng, experts):
@@ -138,7 +134,8 @@ def cpu_lane():
 
 def scaling():
     """Steps by missing experts, each lane: what grows with the bytes, and what does not."""
-    from trilane.cuda_probe import fit, hit_us, lane_us
+    from trilane.cuda_probe import fit
+    from trilane.cuda_step_probe import hit_us, lane_us
 
     store, counts, rows = _store(EXPERTS * 4), (1, 2, 4, 8), []
     nbytes = int(store.layers[0].layout.shard_nbytes.sum())

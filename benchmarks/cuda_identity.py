@@ -183,14 +183,13 @@ def check_identity(store, sequences, wanted, profile, names=tuple(CONFIGS), repo
 
 def made_profile(store):
     """Rates that make the planner use CPU lane and link together; bits must not depend on it."""
-    from trilane.calibrate import this_machine
     from trilane.layer_rates import layer_formats
     from trilane.profile import Curve, MachineProfile
 
     formats = sorted({name for layer in store.layers for name in layer_formats(layer)})
     rate = Curve((1.0,), (40.0,))
     return MachineProfile(
-        machine=this_machine(), pinned_to_device=Curve((1.0,), (44.0,)), zero_copy=rate, zero_copy_fix_us=4.0,
+        pinned_to_device=Curve((1.0,), (44.0,)), zero_copy=rate, zero_copy_fix_us=4.0,
         cpu_experts=dict.fromkeys(formats, rate), device_experts=dict.fromkeys(formats, 1500.0), copy_fix_us=1.0,
     )  # fmt: skip
 

@@ -123,6 +123,7 @@ class CudaDriver:
             Call.SET_CONTEXT: "cuCtxSetCurrent", Call.COPY_TO_DEVICE: "cuMemcpyHtoDAsync_v2",
             Call.WRITE_VALUE: "cuStreamWriteValue32_v2", Call.LAUNCH_KERNEL: "cuLaunchKernel",
             Call.LAUNCH_GRAPH: "cuGraphLaunch", Call.LAUNCH_EARLY: "cuLaunchKernelEx",
+            Call.COPY_TO_HOST: "cuMemcpyDtoHAsync_v2",
         }  # fmt: skip
         self.table = make_table({place: self._address(name) for place, name in names.items()})
         self.starts_early = self.architecture >= EARLY_START_ARCHITECTURE

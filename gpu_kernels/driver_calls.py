@@ -34,6 +34,7 @@ class Call(IntEnum):
     LAUNCH_KERNEL = 3  # (function, grid x 3, block x 3, shared bytes, stream, parameters, extra)
     LAUNCH_GRAPH = 4  # (graph, stream)
     LAUNCH_EARLY = 5  # (CUlaunchConfig*, function, parameters, extra)
+    COPY_TO_HOST = 6  # (destination, source, nbytes, stream)
     SIZE = 8
 
 
@@ -119,6 +120,25 @@ def set_context(table, context):
 def copy_to_device(table, destination, source, nbytes, stream):
     """Put a copy from host memory on a stream; the status. From pageable memory it returns when that is read."""
     return _call_four(table, Call.COPY_TO_DEVICE, destination, source, nbytes, stream)
+
+
+@compiled
+def copy_ring(table, place, device, host, room, at, nbytes, count, stream):
+    """Put copies on a stream, between device memory and one part of ``room`` bytes of host memory after the other.
+
+    ``place`` is COPY_TO_DEVICE or COPY_TO_HOST. Where the next part would start, or minus the driver's status.
+    """
+    for _ in range(count):
+        if at + nbytes > room:
+            at = 0
+        if place == Call.COPY_TO_DEVICE:
+            status = _call_four(table, place, device, host + at, nbytes, stream)
+        else:
+            status = _call_four(table, place, host + at, device, nbytes, stream)
+        if status != SUCCESS:
+            return -status
+        at += nbytes
+    return at
 
 
 @compiled

@@ -13,14 +13,18 @@ import numpy as np
 
 from trilane.arguments import apart_from, check_hidden, check_ids, check_out, check_routing
 from trilane.arrays import HostView, like_input
+from trilane.config import Config
 from trilane.cuda_arrays import DeviceView, device_routing, device_rows, empty_like, is_on_device, stream_handle
+from trilane.cuda_machine import cuda_machine
 from trilane.cuda_prefill import CudaPrefill
 from trilane.cuda_probe import calibrate_cuda
 from trilane.cuda_runner import CudaRunner
 from trilane.gpu_kernels.cuda_device import array_at
 from trilane.host_runner import StepInput
+from trilane.layer_rates import lacks_rates
 from trilane.prefill_batches import routed_experts
 from trilane.profile import MachineProfile
+from trilane.start_profile import Given, start_gpu_profile
 
 ITEMSIZE = {"f32": 4, "f16": 2, "bf16": 2}
 
@@ -55,9 +59,20 @@ class CudaSteps:
     def __init__(self, runner: CudaRunner) -> None:
         self.runner, self.store = runner, runner.store
 
-    def measure(self) -> MachineProfile:
-        """The GPU's lanes, measured now through real steps."""
-        return calibrate_cuda(self.runner)
+    def start_profile(self, given: Given, config: Config) -> MachineProfile:
+        """The profile to start with: given, saved, or measured now through real steps.
+
+        Raises
+        ------
+        ProfileError
+        """
+        return start_gpu_profile(
+            given,
+            config,
+            here=cuda_machine(self.runner.driver),
+            lacks=lambda profile: lacks_rates(profile, self.runner),
+            measure=lambda: calibrate_cuda(self.runner),
+        )
 
     def submit(self, layer: int, hidden: Any, topk_ids: Any, topk_weights: Any, out: Any, stream: Any) -> CudaTicketed:
         """Put a step on a stream."""

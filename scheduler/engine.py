@@ -93,7 +93,9 @@ class ExpertScheduler:
         The experts in host RAM; may be shared by several schedulers.
     profile : MachineProfile or path, optional
         The machine's measured rates. None: the saved profile of this machine; where there is none, the machine is
-        measured once, in about five seconds, and the profile is saved (``profile.missing`` can refuse that).
+        measured once, in about five seconds, and the profile is saved (``profile.missing`` can refuse that). A GPU
+        has a profile of its own; where none is saved that knows the store's formats, its lanes are measured with the
+        store at each start, in about a second.
     config : Config, EffectiveConfig, mapping or path, optional
         Options; see :class:`~trilane.Config`. A path names a YAML file. Variables such as
         ``TRILANE_CACHE_SLOTS`` apply over a file, and where nothing is given; options that are passed as
@@ -148,7 +150,7 @@ class ExpertScheduler:
         self._finalizer = weakref.finalize(self, self._runner.close)
         with self._closing_on_error():
             if self._steps is not None:
-                self.profile = start_profile(profile, self.config) if profile else self._steps.measure()
+                self.profile = self._steps.start_profile(profile, self.config)
             self._runner.rates = rates_of_layers(self.profile, self._runner)
             if (path := record_path(self.config)) is not None:
                 self._runner.record(path)

@@ -32,6 +32,25 @@ def layer_formats(layer: StoreLayer) -> dict[str, float]:
     return found
 
 
+def lacks_rates(profile: MachineProfile, runner: Any) -> str:
+    """What a profile does not know of the runner's store or CPU lane, as a text that goes behind it; empty: nothing.
+
+    A curve that was measured with other numbers of threads only says nothing of this team.
+    """
+    threads = runner.num_threads
+    for index, layer in enumerate(runner.store.layers):
+        names = layer_formats(layer)
+        if not profile.knows(names):
+            return f"has no rates for layer {index} in {', '.join(sorted(names))}"
+        for name in sorted(names):
+            counts = profile.cpu_experts[name].x
+            if not counts[0] <= threads <= counts[-1]:
+                return (
+                    f"has the CPU lane's rates for {counts[0]:.0f} to {counts[-1]:.0f} threads, and there are {threads}"
+                )
+    return ""
+
+
 def rates_of_layers(profile: MachineProfile, runner: Any) -> list[Rates]:
     """The cost model's constants for each layer of the runner's store.
 

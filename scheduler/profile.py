@@ -75,6 +75,8 @@ class MachineProfile:
         Copies by size in bytes. The first is what streaming uses.
     zero_copy : Curve, optional
         In-place reads by pieces in flight, of ``zero_copy_nbytes`` each (None: as large as a shard).
+    zero_copy_blocks : mapping of str to Curve
+        On a GPU: the same by the number of thread blocks that read a piece; ``zero_copy`` has the best of them.
     host_read : Curve, optional
         Reads of host memory by threads.
     zero_copy_experts : mapping of format name to Curve
@@ -103,8 +105,14 @@ class MachineProfile:
         Lanes whose rates are chosen and not measured: hit, link, zero_copy, cpu.
     handover_us, parked_us : float, optional
         From a post to the first worker running, for a worker that spins and for one that sleeps.
+    hit_step_us : Curve, optional
+        On a GPU: us of a whole step, not GB/s, by its number of resident experts.
+    round_trip_us : float, optional
+        On a GPU: what a step with one missing expert, read in place, takes beyond a step without any and its bytes.
+    link_width, link_generation : float, optional
+        On a GPU: lanes and generation of the link while it copied.
     alone_gb_s, together_gb_s : mapping of lane name to GB/s
-        Lanes one by one and all at once, each on its part of the same experts.
+        Lanes one by one and all at once, each on its part of the same experts; on a GPU those that read host memory.
     quick : bool
         Measured in the quick mode: fewer samples and thread counts.
     skipped : mapping of str to str
@@ -118,6 +126,7 @@ class MachineProfile:
     pageable_to_host: Curve | None = None
     zero_copy: Curve | None = None
     zero_copy_nbytes: float | None = None
+    zero_copy_blocks: Mapping[str, Curve] = field(default_factory=dict)
     host_read: Curve | None = None
     zero_copy_experts: Mapping[str, Curve] = field(default_factory=dict)
     cpu_experts: Mapping[str, Curve] = field(default_factory=dict)
@@ -145,6 +154,10 @@ class MachineProfile:
     played: tuple[str, ...] = ()
     handover_us: float | None = None
     parked_us: float | None = None
+    hit_step_us: Curve | None = None
+    round_trip_us: float | None = None
+    link_width: float | None = None
+    link_generation: float | None = None
     alone_gb_s: Mapping[str, float] = field(default_factory=dict)
     together_gb_s: Mapping[str, float] = field(default_factory=dict)
     quick: bool = False
@@ -219,7 +232,7 @@ FIXED_COSTS = (
     "cpu_shard_us",
 )
 COPY_CURVES = ("pinned_to_device", "pinned_to_host", "pageable_to_device", "pageable_to_host")
-CURVES = (*COPY_CURVES, "zero_copy", "host_read")
+CURVES = (*COPY_CURVES, "zero_copy", "host_read", "hit_step_us")
 
 
 def _shares(formats: str | Mapping[str, float]) -> dict[str, float]:
@@ -364,7 +377,7 @@ def _parsed(name: str, value: Any) -> Any:
         return Machine(**value)
     if name in CURVES:
         return None if value is None else _curve(value)
-    if name in ("zero_copy_experts", "cpu_experts", "cpu_rows"):
+    if name in ("zero_copy_blocks", "zero_copy_experts", "cpu_experts", "cpu_rows"):
         return {key: _curve(curve) for key, curve in value.items()}
     if name == "skipped":
         return {key: str(reason) for key, reason in value.items()}

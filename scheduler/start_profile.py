@@ -7,19 +7,21 @@ from __future__ import annotations
 
 import logging
 import os
+from collections.abc import Callable
 from pathlib import Path
 
 from trilane.calibrate import calibrate, this_machine
 from trilane.config import Config
 from trilane.errors import ProfileError
-from trilane.profile import MachineProfile
+from trilane.profile import Machine, MachineProfile
 from trilane.profile_cache import check_machine, find_profile, read_profile, save_profile
 
 log = logging.getLogger("trilane")
+Given = MachineProfile | str | os.PathLike[str] | None
 
 
-def start_profile(given: MachineProfile | str | os.PathLike[str] | None, config: Config) -> MachineProfile:
-    """The profile for this machine.
+def start_profile(given: Given, config: Config) -> MachineProfile:
+    """The profile of this machine without a GPU.
 
     Parameters
     ----------
@@ -33,7 +35,44 @@ def start_profile(given: MachineProfile | str | os.PathLike[str] | None, config:
     ProfileError
         The profile is unreadable or another machine's, or there is none and measuring is refused.
     """
-    here = this_machine()
+    return _chosen(given, config, this_machine(), _measure, lambda profile: "")
+
+
+def start_gpu_profile(
+    given: Given,
+    config: Config,
+    *,
+    here: Machine,
+    lacks: Callable[[MachineProfile], str],
+    measure: Callable[[], MachineProfile],
+) -> MachineProfile:
+    """The same for a GPU, whose profiles name it.
+
+    Parameters
+    ----------
+    here : Machine
+        This machine with its GPU.
+    lacks : callable
+        What a saved profile does not know of what is to be run, as a text; empty if it knows all.
+    measure : callable
+        Measures through what is to be run. That knows no more than it needs, so it is not saved.
+    """
+
+    def measured(reason: str) -> MachineProfile:
+        log.info("%s: measuring the GPU's lanes (about a second); 'trilane probe' does it once for all", reason)
+        return measure()
+
+    return _chosen(given, config, here, measured, lacks)
+
+
+def _chosen(
+    given: Given,
+    config: Config,
+    here: Machine,
+    measure: Callable[[str], MachineProfile],
+    lacks: Callable[[MachineProfile], str],
+) -> MachineProfile:
+    """What is given, else what ``profile.path`` names, else the saved profile, else what is measured."""
     if isinstance(given, MachineProfile):
         check_machine(given, here)
         return given
@@ -41,12 +80,14 @@ def start_profile(given: MachineProfile | str | os.PathLike[str] | None, config:
     if path is not None:
         return read_profile(Path(path), here)
     found, reason = find_profile(here)
-    if found is not None:
+    if found is not None and not (missing := lacks(found)):
         log.info("machine profile: %s", reason)
         return found
+    if found is not None:
+        reason = f"the profile in {reason} {missing}"
     if config.profile.missing == "refuse":
         raise ProfileError(f"{reason}; profile.missing is 'refuse': run 'trilane probe' once on this machine")
-    return _measure(reason)
+    return measure(reason)
 
 
 def _measure(reason: str) -> MachineProfile:

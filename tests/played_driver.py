@@ -76,7 +76,7 @@ def calls():
 
     return {
         Call.SET_CONTEXT: set_context.address, Call.COPY_TO_DEVICE: copy.address, Call.WRITE_VALUE: write.address,
-        Call.LAUNCH_KERNEL: launch.address, Call.LAUNCH_GRAPH: graph.address,
+        Call.LAUNCH_KERNEL: launch.address, Call.LAUNCH_GRAPH: graph.address, Call.COPY_TO_HOST: copy.address,
     }  # fmt: skip
 
 

@@ -60,10 +60,10 @@ def run_cuda_steps(
 
 
 def _read(path: Path | None) -> Any:
-    from trilane.calibrate import this_machine
+    """The profile in a file; a scheduler checks that it is this machine's."""
     from trilane.profile_cache import read_profile
 
-    return None if path is None else read_profile(path, this_machine())
+    return None if path is None else read_profile(path)
 
 
 def _parts(slots: Sequence[float]) -> list[float]:

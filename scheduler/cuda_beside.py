@@ -1,0 +1,171 @@
+"""A GPU's lanes beside each other: the CPU lane's steps while copies run, then while a kernel reads in place, too.
+
+What runs beside the steps is put on streams ahead, enough for longer than is measured, with an event behind each part;
+parts that are done by the end count. Lanes that are measured one by one are never added up.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import numpy as np
+
+from trilane.cuda_copies import CopyProbe
+from trilane.cuda_runner import CudaRunner
+from trilane.cuda_step_probe import StepProbe, planned_with
+from trilane.gpu_kernels.driver import Driver
+from trilane.gpu_kernels.gpu_link import GpuLink, LinkReader, while_busy
+from trilane.gpu_kernels.pinned_reader import PieceReading, PinnedReader
+from trilane.plan import make_options
+
+BESIDE_S = 0.04  # of steps beside other lanes
+AHEAD = 2.0  # times as much work as the others do in that time alone
+COPIES = 8  # of a part
+MOST_PARTS = 400
+READING = (4, 32, 2)  # pieces in flight, blocks of each, launches of a part
+MOST_SLOWDOWN = 0.9
+
+
+class PutAhead:
+    """Parts of work on a stream, each with an event behind it.
+
+    Parameters
+    ----------
+    put : callable
+        Puts one part on the stream.
+    part_us : float
+        What a part takes alone; sets how many are put.
+    """
+
+    def __init__(self, driver: Driver, stream: int, put: Callable[[], None], part_us: float) -> None:
+        self.driver, self._events = driver, []
+        for _ in range(min(MOST_PARTS, max(2, int(1e6 * AHEAD * BESIDE_S / part_us)))):
+            put()
+            self._events.append(driver.make_event())
+            driver.record_event(self._events[-1], stream)
+
+    def done(self) -> int:
+        """Parts that are done now."""
+        low, high = 0, len(self._events)
+        while low < high:  # they end in order
+            middle = (low + high) // 2
+            low, high = (middle + 1, high) if self.driver.event_done(self._events[middle]) else (low, middle)
+        return low
+
+    @property
+    def over(self) -> bool:
+        """Whether all of them are done."""
+        return self.driver.event_done(self._events[-1])
+
+    def close(self) -> None:
+        """Wait, and give the events back."""
+        while not self.over:
+            time.sleep(1e-4)
+        for event in self._events:
+            self.driver.destroy_event(event)
+
+
+class Beside:
+    """Steps of the CPU lane alone, and beside others.
+
+    Parameters
+    ----------
+    layers : sequence of int
+        Of one kind.
+    count : int
+        Experts of a step, all missing.
+    nbytes : int
+        Of one expert.
+    """
+
+    def __init__(self, runner: CudaRunner, layers: Sequence[int], count: int, nbytes: int) -> None:
+        self.runner, self.nbytes = runner, count * nbytes
+        self.experts = runner.store.layers[layers[0]].num_experts
+        self.probe = StepProbe(runner, layers, count)
+        self.alone_us = self.probe.us(self.experts)
+
+    @property
+    def alone_gb_s(self) -> float:
+        """The lane's rate with the others idle."""
+        return 1e-3 * self.nbytes / self.alone_us
+
+    def run(self, *others: PutAhead) -> tuple[float, list[float], float]:
+        """GB/s of the lane, parts a second of each of the others, and the part of its rate that the lane lost."""
+        steps, begin, before = 0, time.perf_counter(), [other.done() for other in others]
+        while time.perf_counter() - begin < BESIDE_S or steps == 0:
+            self.probe.route(self.experts)
+            self.probe.graph.run()
+            steps += len(self.probe.graph.steps)
+            if any(other.over for other in others):
+                break
+        done = [other.done() - then for other, then in zip(others, before, strict=True)]
+        seconds = time.perf_counter() - begin
+        lost = _part(1 - self.alone_us * steps / (1e6 * seconds))
+        return 1e-9 * steps * self.nbytes / seconds, [count / seconds for count in done], lost
+
+    def close(self) -> None:
+        self.probe.close()
+
+
+@contextlib.contextmanager
+def _cpu_steps(runner: CudaRunner, layers: Sequence[int], count: int, nbytes: int) -> Iterator[Beside]:
+    runner.reset()
+    with planned_with(runner, make_options(force="cpu")):
+        beside = Beside(runner, layers, count, nbytes)
+        try:
+            yield beside
+        finally:
+            beside.close()
+
+
+def _copies_ahead(copies: CopyProbe, alone_gb_s: float) -> PutAhead:
+    part_us = 1e-3 * COPIES * copies.most / alone_gb_s
+    return PutAhead(copies.driver, copies.stream, lambda: copies.put(copies.most, COPIES), part_us)
+
+
+def measure_beside(
+    runner: CudaRunner, copies: CopyProbe, layers: Sequence[int], count: int, nbytes: int
+) -> dict[str, Any]:
+    """The CPU lane beside copies, as fields of the profile: what both read of host memory, and what each loses."""
+    if not copies.most:
+        return {}
+    alone = copies.rate(copies.most)
+    with _cpu_steps(runner, layers, count, nbytes) as steps, contextlib.closing(_copies_ahead(copies, alone)) as ahead:
+        cpu, (parts,), lost = steps.run(ahead)
+    copied = 1e-9 * COPIES * copies.most * parts
+    return {"both_gb_s": copied + cpu, "link_slowdown": _part(1 - copied / alone), "cpu_slowdown": lost}
+
+
+def measure_together(
+    runner: CudaRunner, copies: CopyProbe, reader: PinnedReader, layers: Sequence[int], count: int, nbytes: int
+) -> dict[str, dict[str, float]]:
+    """All that reads host memory, alone and at once: copies, reads in place, the CPU lane; fields of the profile."""
+    alone = {"stream": copies.rate(copies.most)}
+    with contextlib.closing(PieceReading(reader, *READING)) as reading:
+        us = float(np.median([reading.run() for _ in range(7)][1:]))
+        alone["zero_copy"] = 1e-3 * reading.nbytes / us
+        with (
+            _cpu_steps(runner, layers, count, nbytes) as steps,
+            contextlib.closing(_copies_ahead(copies, alone["stream"])) as copying,
+            contextlib.closing(PutAhead(runner.driver, reader.stream, reading.start, us)) as reads,
+        ):
+            alone["cpu"] = steps.alone_gb_s
+            cpu, (copied, read), _ = steps.run(copying, reads)
+    together = {
+        "stream": 1e-9 * COPIES * copies.most * copied, "zero_copy": 1e-9 * reading.nbytes * read, "cpu": cpu,
+    }  # fmt: skip
+    return {"alone_gb_s": alone, "together_gb_s": together}
+
+
+def measure_link(runner: CudaRunner, copies: CopyProbe) -> GpuLink:
+    """The link's state while copies run."""
+    ahead = _copies_ahead(copies, copies.rate(copies.most))
+    with contextlib.closing(ahead), LinkReader(runner.driver.pci_address()) as reader:
+        return while_busy(reader, iter(lambda: not ahead.over, None))
+
+
+def _part(value: float) -> float:
+    return min(MOST_SLOWDOWN, max(0.0, value))

@@ -1,0 +1,126 @@
+"""Whole layer-steps on a GPU for measurements: with so many experts that are all resident, or all missing on one lane.
+
+Some steps are in one graph, each with other experts, so that no cache holds what they read; where one takes long it
+is alone. Nothing here knows what follows from the times.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import numpy as np
+
+from trilane.cuda_runner import CudaRunner
+from trilane.cuda_step_graph import GraphStep, StepGraph
+from trilane.layer_rates import layer_formats
+from trilane.plan import Options, make_options
+
+STEPS = 16  # of a graph; 1 where one of them takes longer than SLOW_US
+SLOW_US = 5e3
+SAMPLES = 7
+ENOUGH_S = 0.03  # of samples of one kind
+
+
+@contextlib.contextmanager
+def planned_with(runner: CudaRunner, options: Options) -> Iterator[None]:
+    """Plan with these options inside a ``with`` block."""
+    before = runner.use_options(options)
+    try:
+        yield
+    finally:
+        runner.use_options(before)
+
+
+class StepProbe:
+    """Steps of layers of one kind in turn, all alike but for their experts.
+
+    Parameters
+    ----------
+    layers : sequence of int
+        Of as many experts each, in the same formats.
+    """
+
+    def __init__(self, runner: CudaRunner, layers: Sequence[int], num_experts: int, rows: int = 1) -> None:
+        self.runner, self.layers, self.num_experts, self._next = runner, list(layers), num_experts, 0
+        self.rows = rows
+        self.graph = self._make_graph(1)
+        self.route(runner.store.layers[layers[0]].num_experts)
+        if self.graph.run() < SLOW_US:
+            self.graph.close()
+            self.graph = self._make_graph(STEPS)
+
+    def _make_graph(self, steps: int) -> StepGraph:
+        layers = [self.layers[k % len(self.layers)] for k in range(steps)]
+        graph = StepGraph(self.runner, [GraphStep(layer, self.rows, self.num_experts) for layer in layers])
+        graph.hidden[:] = np.linspace(-1, 1, self.runner.store.hidden)
+        return graph
+
+    def route(self, experts: int) -> None:
+        """Route the steps to the next of the first ``experts`` experts of their layers, round and round."""
+        for k, ids in enumerate(self.graph.ids):
+            ids[:] = (self._next + np.arange(self.num_experts)) % experts
+            if (k + 1) % len(self.layers) == 0 or k + 1 == len(self.graph.ids):
+                self._next += self.num_experts
+
+    def us(self, experts: int) -> float:
+        """Median us of a step; long ones are measured once."""
+        times: list[float] = []
+        begin = time.perf_counter()
+        while len(times) <= SAMPLES and (not times or time.perf_counter() - begin < ENOUGH_S):
+            self.route(experts)
+            times.append(self.graph.run())
+        return float(np.median(times[min(1, len(times) - 1) :]))
+
+    def close(self) -> None:
+        self.graph.close()
+
+
+def lane_us(
+    runner: CudaRunner, layers: Sequence[int], counts: Sequence[int], lane: str, fills: bool = False
+) -> list[float]:
+    """us of steps with so many missing experts, all on one lane; streamed ones replace each other in the slots."""
+    found = []
+    for count in counts:
+        runner.reset()
+        options = make_options(force=lane, fills=fills)
+        with planned_with(runner, options), contextlib.closing(StepProbe(runner, layers, count)) as probe:
+            found.append(probe.us(runner.store.layers[layers[0]].num_experts))
+    return found
+
+
+def hit_us(runner: CudaRunner, layer: int, counts: Sequence[int]) -> list[float]:
+    """us of steps with so many resident experts; of counts for which there are slots."""
+    found: list[float] = []
+    resident = resident_experts(runner, layer)
+    for count in counts:
+        if count > resident:
+            break
+        options = make_options(force="zero_copy")
+        with planned_with(runner, options), contextlib.closing(StepProbe(runner, [layer], count)) as probe:
+            for _ in range(2 + resident // (len(probe.graph.steps) * count)):  # what was read in place stays
+                probe.route(resident)
+                probe.graph.run()
+            found.append(probe.us(resident))
+    return found
+
+
+def resident_experts(runner: CudaRunner, layer: int) -> int:
+    """Experts of a layer that its slots hold at a time."""
+    state, described = runner.state, runner.store.layers[layer]
+    pool = state.pool_of[layer]
+    slots = int(state.first_slot[pool + 1] - state.first_slot[pool])
+    return min(described.num_experts, slots // described.layout.num_shards)
+
+
+def layers_like(runner: CudaRunner, layer: int) -> list[int]:
+    """The layers of a layer's kind, itself first: as many experts of as many bytes in the same formats."""
+    store = runner.store
+
+    def kind(index: int) -> tuple[Any, ...]:
+        found = store.layers[index]
+        return found.num_experts, found.layout.expert_nbytes, sorted(layer_formats(found))
+
+    return [index for index in range(layer, len(store.layers)) if kind(index) == kind(layer)]
