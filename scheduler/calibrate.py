@@ -323,6 +323,7 @@ def calibrate(
     formats: Sequence[str] = tuple(FORMATS),
     budget: CpuBudget | None = None,
     on_progress: Callable[[str, float], None] | None = None,
+    most_s: float | None = None,
 ) -> Calibration:
     """Measure the machine.
 
@@ -336,6 +337,8 @@ def calibrate(
         The CPUs to use; those that this process may use by default.
     on_progress : callable, optional
         Called with the title of each measurement before it begins, and the part of all that is done.
+    most_s : float, optional
+        No further pass that would end later; by default what leaves the rest of half a minute, or of five seconds.
 
     Raises
     ------
@@ -345,13 +348,13 @@ def calibrate(
     budget = budget or read_cpu_budget()
     session = Session(quick, tuple(formats), budget, _empty_profile(budget, quick))
     seconds = dict.fromkeys((probe.name for probe in PROBES), 0.0)
-    with session.stack, _compile_timer() as compiling:
+    with session.stack, compile_timer() as compiling:
         found: dict[str, Any] = {}
-        rounds, most_s = (QUICK_PASSES, QUICK_S) if quick else (PASSES, FULL_S)
+        rounds, usual_s = (QUICK_PASSES, QUICK_S) if quick else (PASSES, FULL_S)
         for index in range(rounds * len(PROBES)):
             done, turn = divmod(index, len(PROBES))
             taken_s = sum(seconds.values()) - compiling()
-            if turn == 0 and done and taken_s * (done + 1) / done > most_s:
+            if turn == 0 and done and taken_s * (done + 1) / done > (usual_s if most_s is None else most_s):
                 break  # another pass would take too long: a busy machine
             probe = PROBES[turn]
             if on_progress is not None:
@@ -387,7 +390,7 @@ def _run(session: Session, probe: Probe, found: dict[str, Any]) -> None:
 
 
 @contextlib.contextmanager
-def _compile_timer() -> Iterator[Callable[[], float]]:
+def compile_timer() -> Iterator[Callable[[], float]]:
     """Seconds for which the compiler was at work within the block, cached code that was loaded included."""
     from numba.core import event
 

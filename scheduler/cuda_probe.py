@@ -139,7 +139,7 @@ def _row_us(runner: CudaRunner, kind: Kind, rows: int) -> tuple[float, float]:
 
 def with_fields(profile: MachineProfile, fields: dict[str, Any]) -> MachineProfile:
     """A profile with these fields; mappings get entries, everything else is replaced."""
-    merged = {
+    merged: dict[str, Any] = {
         name: {**getattr(profile, name), **value} if isinstance(value, dict) else value
         for name, value in fields.items()
     }

@@ -1,54 +1,128 @@
-"""``trilane probe``: calibrate this machine, show what was measured, save the profile."""
+"""``trilane probe``: calibrate this machine and its GPU, show what was measured, save the profiles."""
 
 from __future__ import annotations
 
 import contextlib
 import json
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 if TYPE_CHECKING:
-    from rich.console import Console
-
     from trilane.calibrate import Calibration
-    from trilane.profile import Curve, MachineProfile
 
-BAR_WIDTH = 40
+DEVICES = ("auto", "host", "cuda")
+HOST_S, QUICK_HOST_S = 14.0, 1.2  # for the host's passes where a GPU is measured, too
+HOST_PART = 0.6  # of the bar
+
+Report = Callable[[str, float], None]
 
 
 def probe(
     quick: Annotated[bool, typer.Option("--quick", help="A few seconds instead of half a minute.")] = False,
     output: Annotated[
-        Path | None, typer.Option("--output", "-o", help="Save the profile here instead of in the cache folder.")
+        Path | None,
+        typer.Option(
+            "--output", "-o", help="Save the profile here instead of in the cache folder; a GPU's beside the host's."
+        ),
     ] = None,
+    device: Annotated[
+        str, typer.Option("--device", help="host, cuda, or auto: the host, then the GPU if there is one.")
+    ] = "auto",
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of tables.")] = False,
 ) -> None:
-    """Measure this machine and save its profile, which schedulers plan from."""
-    from trilane.calibrate import calibrate
-    from trilane.profile_cache import check_target, save_profile
-
-    if output is not None:
-        check_target(output)  # before the time is spent
+    """Measure this machine and save its profile, which schedulers plan from; that of its GPU, too."""
+    if device not in DEVICES:
+        raise typer.BadParameter(f"{device!r} is none of {', '.join(DEVICES)}", param_hint="--device")
+    names = _devices(device)
+    targets = _targets(names, output)
+    found: dict[str, Calibration] = {}
+    saved: dict[str, Path | None] = {}
+    reasons: dict[str, str] = {}
     with _progress() as report:
-        found = calibrate(quick=quick, on_progress=report)
-    try:
-        saved: Path | None = save_profile(found.profile, output)
-    except OSError as error:
-        if output is not None:
-            raise
-        saved = None
-        typer.echo(f"The profile could not be saved ({error}): give a file that can be written by --output.", err=True)
+        for name in names:
+            measured = _measure(name, names, quick, report)
+            if isinstance(measured, str):
+                reasons[name] = measured
+            else:
+                found[name], saved[name] = measured, _save(measured, targets[name])
     if as_json:
-        typer.echo(json.dumps(_as_json(found, saved), indent=1))
+        typer.echo(json.dumps(_as_json(found, saved, reasons), indent=1))
     else:
-        _print(found, saved)
+        _print(found, saved, reasons)
+
+
+def _devices(device: str) -> list[str]:
+    """What to measure, in order; DeviceError where a GPU is asked for by name and there is none."""
+    from trilane.cuda_calibrate import open_gpu
+    from trilane.errors import DeviceError
+    from trilane.gpu_kernels.driver import DriverMissing
+
+    if device == "host":
+        return ["host"]
+    try:
+        open_gpu().close()
+    except DeviceError as error:
+        if device == "cuda":
+            raise
+        if isinstance(error.__cause__, DriverMissing):
+            return ["host"]
+    return ["cuda"] if device == "cuda" else ["host", "cuda"]
+
+
+def _targets(names: list[str], output: Path | None) -> dict[str, Path | None]:
+    """The file of each profile; wrong ones are refused before time is spent."""
+    from trilane.profile_cache import check_target
+
+    if output is None:
+        return dict.fromkeys(names)
+    beside = output.with_name(f"{output.stem}-cuda{output.suffix}")
+    targets = {name: output if name == names[0] else beside for name in names}
+    for target in targets.values():
+        check_target(target)
+    return dict(targets)
+
+
+def _measure(name: str, names: list[str], quick: bool, report: Report | None) -> Calibration | str:
+    """One device's calibration; or why a GPU has none, where the host has one."""
+    from trilane.calibrate import calibrate
+    from trilane.cuda_calibrate import calibrate_gpu
+    from trilane.errors import TrilaneError
+
+    alone = len(names) == 1
+    if name == "host":
+        most_s = None if alone else QUICK_HOST_S if quick else HOST_S
+        return calibrate(quick=quick, on_progress=_part(report, 0.0, 1.0 if alone else HOST_PART), most_s=most_s)
+    try:
+        return calibrate_gpu(quick=quick, on_progress=_part(report, 0.0 if alone else HOST_PART, 1.0))
+    except TrilaneError as error:
+        if alone:
+            raise
+        return str(error)
+
+
+def _part(report: Report | None, begin: float, end: float) -> Report | None:
+    """A report for a part of the bar."""
+    return None if report is None else lambda title, part: report(title, begin + (end - begin) * part)
+
+
+def _save(found: Calibration, target: Path | None) -> Path | None:
+    """Save a profile; None where the cache folder cannot be written."""
+    from trilane.profile_cache import save_profile
+
+    try:
+        return save_profile(found.profile, target)
+    except OSError as error:
+        if target is not None:
+            raise
+        typer.echo(f"The profile could not be saved ({error}): give a file that can be written by --output.", err=True)
+        return None
 
 
 @contextlib.contextmanager
-def _progress() -> Iterator[Callable[[str, float], None] | None]:
+def _progress() -> Iterator[Report | None]:
     """A progress bar on a terminal's stderr; nothing elsewhere."""
     from trilane.commands.console import open_console
 
@@ -63,11 +137,18 @@ def _progress() -> Iterator[Callable[[str, float], None] | None]:
         yield lambda title, part: bar.update(task, description=title, completed=part)
 
 
-def _as_json(found: Calibration, saved: Path | None) -> dict[str, Any]:
+def _as_json(found: dict[str, Calibration], saved: dict[str, Path | None], reasons: dict[str, str]) -> dict[str, Any]:
+    """The first device's figures at the top; those of a GPU that was measured after the host in "cuda"."""
     from trilane.probes.machine import describe_machine
 
+    parts = {name: _part_json(part, saved[name]) for name, part in found.items()}
+    parts |= {name: {"not_measured": reason} for name, reason in reasons.items()}
+    first, *rest = parts
+    return {"machine": describe_machine().as_dict(), **parts[first], **{name: parts[name] for name in rest}}
+
+
+def _part_json(found: Calibration, saved: Path | None) -> dict[str, Any]:
     return {
-        "machine": describe_machine().as_dict(),
         "seconds": {name: round(s, 3) for name, s in found.seconds.items()},
         "total_s": round(found.total_s, 3),
         "compile_s": round(found.compile_s, 3),
@@ -76,109 +157,16 @@ def _as_json(found: Calibration, saved: Path | None) -> dict[str, Any]:
     }
 
 
-# ------------------------------------------------------------------------------------------- for people
-def _print(found: Calibration, saved: Path | None) -> None:
+def _print(found: dict[str, Calibration], saved: dict[str, Path | None], reasons: dict[str, str]) -> None:
     from trilane.commands.console import open_console
+    from trilane.commands.probe_tables import print_calibration
     from trilane.probes.machine import describe_machine
 
-    console, profile = open_console(), found.profile
+    console = open_console()
     console.print(describe_machine().line)
-    for title, headings, rows in (_expert_table(profile), _copy_table(profile), _cost_table(profile)):
-        _print_table(console, title, headings, rows)
-    for line in roofline(profile):
-        console.print(line, markup=False)
-    for name, reason in profile.skipped.items():
+    for name, part in found.items():
+        if part.profile.machine.gpu is not None:
+            console.print(f"\n{part.profile.machine.gpu}, driver {part.profile.machine.driver}", markup=False)
+        print_calibration(console, part, saved[name])
+    for name, reason in reasons.items():
         console.print(f"not measured: {name}: {reason}", markup=False)
-    compiled = f", and {found.compile_s:.1f} s to compile, which is cached" if found.compile_s >= 0.1 else ""
-    console.print(f"measured in {found.total_s:.1f} s{compiled}")
-    if saved is not None:
-        console.print(f"saved to {saved}", markup=False, soft_wrap=True)
-
-
-def _print_table(console: Console, title: str, headings: list[str], rows: list[list[str]]) -> None:
-    from rich import box
-    from rich.table import Table
-
-    table = Table(title=title, title_justify="left", box=box.SIMPLE if console.is_terminal else None)
-    for index, heading in enumerate(headings):
-        table.add_column(heading, justify="left" if index == 0 else "right")
-    for row in rows:
-        table.add_row(*row)
-    console.print(table)
-
-
-def _expert_table(profile: MachineProfile) -> tuple[str, list[str], list[list[str]]]:
-    """Experts by format: the CPU lane by threads, its knee, and the single threads of the other lanes."""
-    counts = sorted({x for curve in profile.cpu_experts.values() for x in curve.x})
-    headings = ["format", *(f"{n:.0f} thread{'s' if n > 1 else ''}" for n in counts), "knee", "hit", "in place"]
-    rows = []
-    for name, curve in profile.cpu_experts.items():
-        by_threads = dict(zip(curve.x, curve.y, strict=True))
-        cells = [f"{by_threads[n]:.1f}" if n in by_threads else "-" for n in counts]
-        in_place = profile.zero_copy_experts.get(name)
-        hit = profile.device_experts.get(name)
-        rows.append([name, *cells, f"{curve.knee():.0f}", _gb_s(hit), _gb_s(in_place.at(1) if in_place else None)])
-    return "experts, GB/s", headings, rows
-
-
-def _copy_table(profile: MachineProfile) -> tuple[str, list[str], list[list[str]]]:
-    rows = []
-    if profile.pinned_to_device is not None:
-        sizes = zip(profile.pinned_to_device.x, profile.pinned_to_device.y, strict=True)
-        rows += [[f"copies of {size / 1024:.0f} KiB", f"{gb_s:.1f}"] for size, gb_s in sizes]
-    if profile.zero_copy is not None:
-        pieces = zip(profile.zero_copy.x, profile.zero_copy.y, strict=True)
-        rows += [[f"in place, {n:.0f} in flight", f"{gb_s:.1f}"] for n, gb_s in pieces]
-    return "link, GB/s", ["", "GB/s"], rows
-
-
-def _cost_table(profile: MachineProfile) -> tuple[str, list[str], list[list[str]]]:
-    from trilane.profile import FIXED_COSTS
-
-    names = {name: name.removesuffix("_us").replace("_", " ") for name in FIXED_COSTS}
-    names |= {"handover_us": "hand-over, worker spins", "parked_us": "hand-over, worker sleeps"}
-    values = {title: getattr(profile, name) for name, title in names.items()}
-    return "fixed costs, us", ["", "us"], [[title, f"{us:.1f}"] for title, us in values.items() if us is not None]
-
-
-def _gb_s(value: float | None) -> str:
-    return "-" if value is None else f"{value:.1f}"
-
-
-def roofline(profile: MachineProfile) -> list[str]:
-    """Bars of text: the CPU lane by threads against what memory gives, then lanes alone and together."""
-    lines: list[str] = []
-    base = next(iter(sorted(profile.cpu_experts, key=lambda name: name != "q4_k")), None)
-    if base is not None and profile.host_read is not None:
-        lines += _threads_picture(base, profile.cpu_experts[base], profile.host_read)
-    if profile.together_gb_s:
-        lines += _lanes_picture(profile.alone_gb_s, profile.together_gb_s)
-    return lines
-
-
-def _threads_picture(name: str, experts: Curve, read: Curve) -> list[str]:
-    most = max(*experts.y, *read.y)
-    lines = [f"{name} experts (#) against reading alone (.), GB/s"]
-    for n in sorted({*experts.x, *read.x}):
-        rate, limit = experts.at(n) if n <= experts.x[-1] else None, read.at(n)
-        bar = _bar(rate or 0.0, limit, most)
-        share = "" if rate is None else f"{rate:6.1f} of {limit:6.1f}  {rate / limit:4.0%}"
-        lines.append(f"{n:4.0f} thread{'s' if n > 1 else ' '} |{bar}| {share or f'          {limit:6.1f}'}")
-    return lines
-
-
-def _lanes_picture(alone: Mapping[str, float], together: Mapping[str, float]) -> list[str]:
-    most = max(alone.values())
-    lines = ["lanes all together (#) against each alone (.), GB/s"]
-    for lane, gb_s in alone.items():
-        bar = _bar(together[lane], gb_s, most)
-        lines.append(
-            f"{lane.replace('_', '-'):>11s} |{bar}| {together[lane]:6.1f} of {gb_s:6.1f}  {together[lane] / gb_s:4.0%}"
-        )
-    return lines
-
-
-def _bar(value: float, limit: float, most: float) -> str:
-    filled = min(BAR_WIDTH, round(BAR_WIDTH * value / most))
-    dotted = max(0, min(BAR_WIDTH, round(BAR_WIDTH * limit / most)) - filled)
-    return ("#" * filled + "." * dotted).ljust(BAR_WIDTH)
