@@ -121,6 +121,7 @@ def _measure_steps(bench: Bench) -> dict[str, Any]:
 
 
 def measure_rates(bench: Bench) -> dict[str, Any]:
+    """Rates of the bench's format, as fields of the profile."""
     return rate_fields(measure_kind(bench.runner, bench.kind, streams=False))
 
 

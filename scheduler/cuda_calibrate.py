@@ -18,7 +18,7 @@ from trilane.cuda_bench import BASE_PROBES, Bench, GpuProbe, measure_rates, open
 from trilane.cuda_errors import device_errors
 from trilane.cuda_machine import cuda_machine
 from trilane.cuda_probe import with_fields
-from trilane.errors import DeviceError
+from trilane.errors import DeviceError, ProbeError
 from trilane.gpu_kernels import driver as gpu_driver
 from trilane.gpu_kernels.build import READER, Variant
 from trilane.gpu_kernels.driver import Driver
@@ -63,16 +63,18 @@ def calibrate_gpu(
     DeviceError
         There is no GPU that can be used.
     ProbeError
-        A copy or a kernel gave a wrong result, or memory is too small for a store of random experts.
+        A copy or a kernel gave a wrong result, or no format at all could be measured.
     """
-    names = [name for name in (*ORDER, *FORMATS) if name in formats]
-    names = list(dict.fromkeys(names))
+    names = [name for name in dict.fromkeys((*ORDER, *FORMATS)) if name in formats]
     with contextlib.closing(open_gpu()) as driver, compile_timer() as compiling:
         run = _Run(driver, quick, MachineProfile(machine=cuda_machine(driver), quick=quick), on_progress)
         total = len(BASE_PROBES) + len(names) - 1
         run.format(names[0], BASE_PROBES, 0, total)
         for index, name in enumerate(names[1:]):
             run.rates(name, len(BASE_PROBES) + index, total, compiling)
+        if not run.profile.device_experts:
+            reasons = "; ".join(f"{name}: {reason}" for name, reason in run.profile.skipped.items())
+            raise ProbeError(f"nothing could be measured on {run.profile.machine.gpu}: {reasons}")
         return Calibration(run.profile, run.seconds, run.compile_s + compiling())
 
 
@@ -84,6 +86,7 @@ class _Run:
     ) -> None:
         self.driver, self.quick, self.profile, self.on_progress = driver, quick, profile, on_progress
         self.seconds: dict[str, float] = {}
+        self.done: set[str] = set()  # names of probes that have run
         self.compile_s = 0.0
 
     def rates(self, name: str, done: int, total: int, compiling: Callable[[], float]) -> None:
@@ -103,32 +106,33 @@ class _Run:
         key = "start" if len(probes) > 1 else probes[0].name
         self._tell(probes[0].title, done / total)
         try:
-            self._compile(name)
-            with open_bench(name, self.quick) as bench:
-                self._took(key, begin)
-                for index, probe in enumerate(probes):
-                    begin = time.perf_counter()
-                    self._tell(probe.title, (done + index) / total)
-                    self._run(probe, bench)
-                    self._took(probe.name, begin)
+            with device_errors():
+                self._compile(name)
+                with open_bench(name, self.quick) as bench:
+                    self._took(key, begin)
+                    for index, probe in enumerate(probes):
+                        self._run(probe, bench, (done + index) / total)
         except (Skipped, DeviceError) as reason:
-            if len(probes) > 1 and isinstance(reason, DeviceError):
-                raise
             for probe in probes:
-                self._skip(probe.name, str(reason))
+                if probe.name not in self.done:
+                    self._skip(probe.name, str(reason))
 
-    def _run(self, probe: GpuProbe, bench: Bench) -> None:
+    def _run(self, probe: GpuProbe, bench: Bench, part: float) -> None:
+        begin = time.perf_counter()
+        self._tell(probe.title, part)
         try:
-            self.profile = with_fields(self.profile, probe.measure(bench))
-        except Skipped as reason:
+            with device_errors():
+                self.profile = with_fields(self.profile, probe.measure(bench))
+        except (Skipped, DeviceError) as reason:
             self._skip(probe.name, str(reason))
+        self.done.add(probe.name)
+        self._took(probe.name, begin)
 
     def _compile(self, name: str) -> None:
         """Kernels of a format into the cache, as time of the compiler."""
         begin = time.perf_counter()
-        with device_errors():
-            self.driver.load_kernels(Variant(name, name, name))
-            self.driver.load_kernels(READER)
+        self.driver.load_kernels(Variant(name, name, name))
+        self.driver.load_kernels(READER)
         self.compile_s += time.perf_counter() - begin
 
     def _tell(self, title: str, part: float) -> None:

@@ -2,21 +2,25 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import logging
 from dataclasses import replace
 
 import numpy as np
 import pytest
+from cuda_backends import gpu_missing
 from expert_cases import random_store
 from made_profile import make_profile
 from played_driver import PlayedDriver
 from typer.testing import CliRunner
 
 import trilane.cuda_runner
+import trilane.cuda_steps
 from trilane import (
     DeviceError,
     ExpertScheduler,
+    ProbeError,
     ProfileError,
     cuda_bench,
     cuda_beside,
@@ -30,7 +34,7 @@ from trilane.cli import app
 from trilane.cuda_calibrate import calibrate_gpu
 from trilane.gpu_kernels import pinned_reader
 from trilane.gpu_kernels.cuda_device import array_at
-from trilane.gpu_kernels.driver import DriverMissing
+from trilane.gpu_kernels.driver import DriverError, DriverMissing
 from trilane.profile import COPY_CURVES, FIXED_COSTS, Curve, load_profile
 from trilane.profile_cache import find_profile, profile_path, save_profile
 from trilane.random_store import StepShape
@@ -121,11 +125,20 @@ def test_memory_that_cannot_be_pinned_is_a_reason(played, monkeypatch):
     assert "out of memory" in profile.skipped["copies"] and profile.pinned_to_device is None
 
 
-def test_too_little_memory_is_a_reason(played, monkeypatch):
+def test_too_little_memory_is_an_error_that_says_why(played, monkeypatch):
     monkeypatch.setattr(cuda_bench, "available_nbytes", lambda: 1 << 20)
+    with pytest.raises(ProbeError, match="nothing could be measured on a played GPU: .*steps: .*free some"):
+        calibrate_gpu(quick=True, formats=("q8_0",))
+
+
+def test_a_probe_that_the_driver_refuses_is_a_reason(played, monkeypatch):
+    def refuse(bench):
+        raise DriverError("cuMemAlloc_v2: out of memory")
+
+    monkeypatch.setattr(cuda_calibrate, "BASE_PROBES", (cuda_bench.GpuProbe("copies", "copies", refuse),
+                                                        cuda_bench.BASE_PROBES[3]))  # fmt: skip
     profile = calibrate_gpu(quick=True, formats=("q8_0",)).profile
-    assert set(profile.skipped) == {"copies", "link", "in_place", "steps", "together"}
-    assert "free some" in profile.skipped["steps"]
+    assert profile.knows("q8_0") and "out of memory" in profile.skipped["copies"]
 
 
 def test_the_reading_kernel_reads_what_is_there():
@@ -141,6 +154,18 @@ def test_the_reading_kernel_reads_what_is_there():
     reader.close()
     driver.free_mapped(address)
     assert not driver.blocks
+
+
+@pytest.mark.gpu
+def test_on_a_gpu():
+    if gpu_missing():
+        pytest.skip(gpu_missing())
+    profile = calibrate_gpu(quick=True, formats=("q4_k", "q8_0")).profile
+    assert profile.knows("q4_k") and set(profile.skipped) <= {"link", "experts in q8_0"}
+    assert profile.machine.gpu and profile.pinned_to_device.y[-1] > 0.5 and profile.hit_step_us.y[0] > 1
+    most = profile.machine.link_max_generation
+    assert most is None or 1 <= profile.link_generation <= most
+    assert profile.zero_copy.y[-1] > 0.5 and min(profile.together_gb_s.values()) > 0
 
 
 # ---------------------------------------------------------------------------------------------- schedulers
@@ -161,11 +186,14 @@ def test_a_saved_profile_that_knows_the_store_is_taken(played, own_cache, caplog
         ({"machine": "other driver"}, "driver was '1' and is None"),
     ],
 )
-def test_any_other_is_measured_again_or_refused(played, own_cache, caplog, changes, text):
+def test_any_other_is_measured_again_or_refused(played, own_cache, caplog, monkeypatch, changes, text):
     caplog.set_level(logging.INFO, "trilane")
     machine = gpu_machine()
     if "machine" in changes:
         changes = {"machine": replace(machine, driver="1")}
+    if "device_experts" not in changes:  # measuring once is enough
+        measured = make_profile(machine=machine)
+        monkeypatch.setattr(trilane.cuda_steps, "calibrate_cuda", lambda runner: measured)
     saved = save_profile(make_profile(**{"machine": machine, **changes})).read_text()
     store = random_store("q8_0", hidden=256, experts=4)
     with pytest.raises(ProfileError, match="profile.missing is 'refuse'"):
@@ -202,8 +230,14 @@ def quick_parts(monkeypatch, own_cache):
 
     asked = []
     monkeypatch.setattr(trilane.calibrate, "calibrate", lambda **options: asked.append(options) or Found())
-    monkeypatch.setitem(calibrate_gpu.__kwdefaults__, "formats", ("q8_0",))
+    monkeypatch.setattr(cuda_calibrate, "calibrate_gpu", lambda **_: small_calibration())
     return asked
+
+
+@functools.cache
+def small_calibration():
+    """One for all commands, made where the played GPU is."""
+    return calibrate_gpu(quick=True, formats=("q8_0",))
 
 
 def probe(*words):
