@@ -71,6 +71,33 @@ def scheduler_of() -> Any:
         scheduler.close()
 
 
+@pytest.fixture
+def played(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Opens schedulers on played GPUs; in the end each one's state is checked and nothing is left of its memory."""
+    from expert_cases import profile_for
+    from played_driver import PlayedDriver
+
+    import trilane.cuda_runner
+    from trilane import ExpertScheduler
+    from trilane.state import check
+
+    opened = []
+
+    def open_one(store: Any, driver: Any = None, **sections: Any) -> Any:
+        driver = driver or PlayedDriver()
+        monkeypatch.setattr(trilane.cuda_runner, "CudaDriver", lambda: driver)
+        sections.setdefault("cpu", {}).setdefault("threads", 1)
+        opened.append(ExpertScheduler(store, profile=profile_for(store), config=sections, device="cuda"))
+        return opened[-1]
+
+    yield open_one
+    for scheduler in opened:
+        runner = scheduler._runner
+        check(runner.state, runner.geometry)
+        scheduler.close()
+        assert not runner.driver.blocks and not runner.driver.registered and not runner.driver.streams
+
+
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_makereport(item: pytest.Item, call: Any) -> Any:
     report = yield

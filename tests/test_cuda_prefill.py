@@ -10,33 +10,12 @@ from expert_cases import assert_same_bits, expected, profile_for, random_routing
 from played_driver import PlayedDriver
 
 import trilane.cuda_runner
-from trilane import DeviceError, ExpertScheduler
+from trilane import DeviceError
 from trilane.cuda_crossover import Batch, decode_us, distinct_experts, prefill_is_faster
 from trilane.gpu_kernels.driver import DriverError
 from trilane.host_runner import StepInput
 from trilane.plan import make_options
 from trilane.prefill_batches import cut_batches, place_shards
-from trilane.state import check
-
-
-@pytest.fixture
-def played(monkeypatch):
-    """Opens schedulers on played GPUs; in the end states are checked and nothing is left of their memory."""
-    opened = []
-
-    def open_one(store, driver=None, **sections):
-        driver = driver or PlayedDriver()
-        monkeypatch.setattr(trilane.cuda_runner, "CudaDriver", lambda: driver)
-        sections.setdefault("cpu", {}).setdefault("threads", 1)
-        opened.append(ExpertScheduler(store, profile=profile_for(store), config=sections, device="cuda"))
-        return opened[-1]
-
-    yield open_one
-    for scheduler in opened:
-        runner = scheduler._runner
-        check(runner.state, runner.geometry)
-        scheduler.close()
-        assert not runner.driver.blocks and not runner.driver.registered and not runner.driver.streams
 
 
 def store_of(formats="q8_0", **shape):

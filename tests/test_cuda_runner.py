@@ -13,27 +13,6 @@ import trilane.cuda_runner
 from trilane import ArrayError, DeviceError, ExpertScheduler, RoutingError, WorkerError
 from trilane.cuda_words import Control, Fault, Stage
 from trilane.gpu_kernels.driver import CudaDriver, DriverMissing
-from trilane.state import check
-
-
-@pytest.fixture
-def played(monkeypatch):
-    """Opens schedulers on played GPUs; in the end each one's state is checked and nothing is left of its memory."""
-    opened = []
-
-    def open_one(store, driver=None, **sections):
-        driver = driver or PlayedDriver()
-        monkeypatch.setattr(trilane.cuda_runner, "CudaDriver", lambda: driver)
-        sections.setdefault("cpu", {}).setdefault("threads", 1)
-        opened.append(ExpertScheduler(store, profile=profile_for(store), config=sections, device="cuda"))
-        return opened[-1]
-
-    yield open_one
-    for scheduler in opened:
-        runner = scheduler._runner
-        check(runner.state, runner.geometry)
-        scheduler.close()
-        assert not runner.driver.blocks and not runner.driver.registered and not runner.driver.streams
 
 
 def store_of(**shape):
