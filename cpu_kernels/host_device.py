@@ -21,6 +21,7 @@ from trilane.cpu_kernels.combine import combine_task
 from trilane.cpu_kernels.cpus import CpuBudget, read_cpu_budget, suggest_num_threads, suggest_spin_us
 from trilane.cpu_kernels.host_lanes import device_task, link_task, team_task
 from trilane.cpu_kernels.host_workspace import Workspace
+from trilane.cpu_kernels.jobs import last_ticket, wait_job
 from trilane.cpu_kernels.publish import publish_task
 from trilane.cpu_kernels.team import LaneThread, TaskFailed, TeamError, WorkerTeam
 from trilane.cpu_kernels.words import Combine, DeviceJob, LinkJob, Publish, TeamJob
@@ -98,7 +99,7 @@ class HostDevice:
         self.link = LaneThread("trilane-link", **options)
         self.device = LaneThread("trilane-device", **options)
         self._urgent = np.zeros(8, np.int64)
-        self._background: int | None = None
+        self._background = False  # whether copies may be under way
 
     def start(self) -> None:
         """Start the threads and compile what they run."""
@@ -127,7 +128,11 @@ class HostDevice:
     def _run_rows(self, task: str, block: np.ndarray, num_rows: int, rows_word: int) -> None:
         rows = max(1, -(-num_rows // (ROW_TASKS_PER_THREAD * self.num_threads)))
         block[rows_word] = rows
-        self.team.run(self.addresses[task], block.ctypes.data, -(-num_rows // rows))
+        try:
+            self.team.run(self.addresses[task], block.ctypes.data, -(-num_rows // rows))
+        except BaseException:  # what workers have in hand goes to memory that is given up when this is left
+            wait_job(self.team.words, last_ticket(self.team.words), int(1e9 * DRAIN_S))
+            raise
 
     # ------------------------------------------------------------------------------------------- one step
     def wait(self, tickets: dict[str, int]) -> None:
@@ -170,15 +175,17 @@ class HostDevice:
         self._urgent[0] = 0
         job[LinkJob.URGENT] = self._urgent.ctypes.data
         job[LinkJob.BACKGROUND] = 1
-        self._background = self.link.post(self.addresses["LINK_TASK"], job.ctypes.data, 1)
+        self._background = True  # before they are: an interrupt can come as soon as they are posted
+        self.link.post(self.addresses["LINK_TASK"], job.ctypes.data, 1)
 
     def settle_background(self, *, let_end: bool = False) -> None:
         """Stop background copies after the chunk in hand (or let them end), and wait until the link is free."""
-        if self._background is not None:
+        if self._background:
             set_flag(self._urgent.ctypes.data, 0 if let_end else 1)
-            with contextlib.suppress(TaskFailed):  # called off by an interrupt; what has landed says so
-                self.link.wait(self._background)
-            self._background = None
+            if ticket := last_ticket(self.link.words):
+                with contextlib.suppress(TaskFailed):  # called off by an interrupt; what has landed says so
+                    self.link.wait(ticket)
+            self._background = False
 
     def close(self) -> bool:
         """Stop the threads; True once none is left."""

@@ -13,6 +13,8 @@ end of a job can claim nothing stale, and nobody waits for it. Who ends the last
 
 from __future__ import annotations
 
+import ctypes
+
 import numpy as np
 
 from trilane.cpu_kernels.atomics import (
@@ -66,6 +68,11 @@ def make_words(num_workers: int, spin_ns: int, wait_spin_ns: int) -> np.ndarray:
 
 
 # ------------------------------------------------------------------------------------- who posts and waits
+def last_ticket(words: int) -> int:
+    """The ticket of the last job that was posted, by whomever; 0 before the first. Not compiled: interrupts call it."""
+    return ctypes.c_int64.from_address(words + TICKET).value
+
+
 @compiled
 def post_job(words, function, arg, num_tasks):
     """Post a job of ``num_tasks`` calls of the task at address ``function``.

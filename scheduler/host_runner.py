@@ -133,10 +133,12 @@ class HostRunner:
         self._lanes = np.array([self.device.addresses[lane.name] for lane in list(Lane)[:-1]], np.int64)
         experts = max(layer.num_experts for layer in store.layers)
         self._shape = StepShape(0, 0, store.hidden, experts, int(self.geometry.num_shards.max()))
+        self._has_scratch = False  # of that shape, and the steps know it
         self._open = False  # a step was begun, and neither finished nor abandoned
         self._left: dict[str, int] = {}  # tickets of an abandoned step's lanes, which may still be at work
         self._fills: list[tuple[int, int]] = []
         self._is_own_fill = False  # they are the policy's, not a hint's
+        self._is_unsure = False  # slots may be reserved that the list does not name: an interrupt took it
         self._budget = FillBudget()
         self._reserve(FIRST_ROWS, 1)
         self.reset()
@@ -244,8 +246,9 @@ class HostRunner:
     def _reserve(self, rows: int, top_k: int) -> None:
         """Grow the scratch to ``rows`` rows of ``top_k`` ranks; steps within it allocate nothing."""
         shape, positions = self._shape, rows * top_k
-        if rows <= shape.max_rows and positions <= shape.max_positions:
+        if rows <= shape.max_rows and positions <= shape.max_positions and self._has_scratch:
             return
+        self._has_scratch = False  # until all of it is new: an interrupt can come between any two lines
         self._shape = replace(
             shape, max_rows=max(rows, shape.max_rows), max_positions=max(positions, shape.max_positions)
         )
@@ -255,6 +258,7 @@ class HostRunner:
         self._grouping_address = np.array(addresses, np.int64)
         if hasattr(self, "_run"):
             self._bind()
+        self._has_scratch = True
 
     # ------------------------------------------------------------------------------------- one layer-step
     def take_routing(self, ids: np.ndarray, weights: np.ndarray) -> None:
@@ -407,13 +411,19 @@ class HostRunner:
     def _reserve_fills(self, layer: int, experts: Sequence[int]) -> int:
         ids, w = np.array(experts, np.int32), self._fill_work
         clock = int(self._step[Step.CLOCK])
+        self._is_unsure = True
         num = int(plan_fills(self.state, self.geometry, self.options, layer, ids, len(ids), clock, w))
-        self._fills = [(int(w.fill_slot[i]), int(w.fill_shard[i])) for i in range(num)]
+        self._take_fills(num)
         if self.recorder is not None:
             self.recorder.hint(layer, experts, num, w)
-        if num:
-            self._post_fills()
+        self._post_fills()
         return num
+
+    def _take_fills(self, num: int) -> None:
+        """The fills of the plan, none of which has landed."""
+        w = self._fill_work
+        self._landed = np.zeros(num, np.int64)
+        self._fills = [(int(w.fill_slot[i]), int(w.fill_shard[i])) for i in range(num)]
 
     def _learn_rates(self) -> None:
         """What the lanes took moves the rates of all layers; a step of several waves tells nothing of single lanes."""
@@ -435,26 +445,31 @@ class HostRunner:
 
     def _start_background(self) -> None:
         """Use the time until the next step for what was missed of late, as much of it as landed the last times."""
-        if self._fills or not self._budget.allows():
+        if self._fills or self._is_unsure or not self._budget.allows():
             return
         if self.recorder is not None:
             self.recorder.ready()
         try:
             w = self._fill_work
+            self._is_unsure = True
             num = int(plan_background(self.state, self.geometry, self.options, self._budget.most, w))
-            self._fills = [(int(w.fill_slot[i]), int(w.fill_shard[i])) for i in range(num)]
+            self._take_fills(num)
             if self.recorder is not None:
                 self.recorder.background(self._budget.most, num, w)
-            if num:
-                self._is_own_fill = True
-                self._post_fills()
+            self._is_own_fill = num > 0
+            self._post_fills()
         except BaseException:
             self._lose_track()
             raise
 
     def _post_fills(self) -> None:
+        """Let the link bring them, if there are any; from here on it is known what is under way."""
+        if self._fills:
+            self.device.post_background(self._fill_job())
+        self._is_unsure = False
+
+    def _fill_job(self) -> np.ndarray:
         pieces = np.zeros((len(self._fills), Piece.SIZE), np.int64)
-        self._landed = np.zeros(len(self._fills), np.int64)
         for index, (slot, shard) in enumerate(self._fills):
             layer = int(np.searchsorted(self.geometry.first_shard, shard, side="right")) - 1
             layout = self.store.layers[layer].layout
@@ -471,25 +486,36 @@ class HostRunner:
         job[LinkJob.PIECES] = pieces.ctypes.data
         job[LinkJob.NUM_PIECES] = len(pieces)
         self._fill_blocks = job, pieces  # the link thread reads them
-        self.device.post_background(job)
+        return job
 
     def settle_fills(self, *, let_end: bool = False) -> None:
         """Take in the background fills that landed; what did not land gives its slot back."""
-        if not self._fills:
+        if not self._fills and not self._is_unsure:
             return
+        was_unsure, self._is_unsure = self._is_unsure, True  # an interrupt can come between any two lines
         self.device.settle_background(let_end=let_end)
         fills, self._fills = self._fills, []
-        if self._is_own_fill:
-            self._is_own_fill = False
+        if self._is_own_fill and fills:
             self._budget.learn(len(fills), int(self._landed.sum()))
-        if self.recorder is not None:
+        self._is_own_fill = False
+        if was_unsure:
+            self._lose_track()
+        elif self.recorder is not None:
             self.recorder.settled(self._landed.astype(bool).tolist())
         try:
             for index, (slot, shard) in enumerate(fills):
                 self._end_fill(slot, shard, bool(self._landed[index]))
+            if was_unsure:
+                self._drop_unknown()
         except BaseException:
             self._lose_track()
             raise
+        self._is_unsure = False
+
+    def _drop_unknown(self) -> None:
+        """Give back slots that were reserved for fills of which an interrupt took the list."""
+        for slot in np.flatnonzero(self.state.filling).tolist():
+            drop_fill(self.state, self.geometry, slot, int(self.state.owner[slot]))
 
     def _end_fill(self, slot: int, shard: int, landed: bool) -> None:
         if landed:

@@ -125,6 +125,8 @@ class _StepBench:
         self.out = np.empty_like(self.hidden)
         self.weights = np.full((1, shape.top_k), 1 / shape.top_k, np.float32)
         self.samples: dict[int, list[tuple[float, float, np.ndarray]]] = {}
+        runner = scheduler._runner
+        runner.use_options(runner.options._replace(background=False))  # what is resident is decided here
         self._fill()
 
     def _fill(self) -> None:
