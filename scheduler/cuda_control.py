@@ -1,6 +1,6 @@
 """The control thread of the CUDA device: answers the GPU's misses without an interpreter, from mailbox to flags.
 
-It looks at the mailbox, plans, starts the CPU lane, releases the plan to the GPU, issues the copies, and releases
+It looks at the mailbox, plans, releases the plan to the GPU, starts the CPU lane, issues the copies, and releases
 the CPU lane's parts; then it counts what happened. Between two misses it moves background fills on. The watchdog,
 a second thread, ends waits of the GPU that nobody answers. What a plan is, the planner decides.
 """
@@ -48,21 +48,16 @@ def answer_mail(run, rates):
     num_experts = num_groups_of(wire)
     plan_layer(run.state, run.geometry, rates, run.options, layer, g.experts, g.rows, num_experts, clock, run.work)
     plan_ns = mono_ns() - begin
-    wire.control[Control.PLANNED_NS] = plan_ns
     marks = Marks(run.work.lane, run.work.slot, run.work.victim, run.work.run)
     lay_out_plan(wire, run.tables, g, marks, run.geometry.first_shard[layer], layer, num_experts)
     sequence = wire.control[Control.SEQUENCE]
     wire.control[Control.COPIES] = wire.counts[NUM_COPIES]
     release_plan(wire)
-    wire.control[Control.RELEASED_NS] = mono_ns() - begin
     lay_out_cpu(wire, run.tables, run.ws, g, marks, layer, num_experts)
     ticket = _post_team(wire, run.tables, run.ws, g, layer, num_experts)
-    wire.control[Control.POSTED_NS] = mono_ns() - begin
     _issue_copies(wire, sequence)
-    wire.control[Control.COPIED_NS] = mono_ns() - begin
     if _await_team(wire, ticket):
         store32_at(wire.places[Place.CPU_FLAG], np.int32(sequence))
-    wire.control[Control.ANSWERED_NS] = mono_ns() - begin
     wire.control[Control.ANSWERED] = sequence
     learn_step(run.state, run.geometry, run.options, layer, g.experts, num_experts)
     write_plan(run.journal, run.geometry, layer, clock, g.experts, g.rows, num_experts, run.work)

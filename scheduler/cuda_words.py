@@ -85,12 +85,7 @@ class Control(IntEnum):
     HINT_LAYER = 20  # host, while it holds the state
     NUM_HINTS = 21
     HITS_SEEN = 22  # thread: the expert whose stamp it looks at next
-    PLANNED_NS = 23  # thread: of the last answer, counted from its begin
-    POSTED_NS = 24  # thread: the same, the CPU lane is at work
-    RELEASED_NS = 25  # thread: the same, the GPU has the plan
-    COPIED_NS = 26  # thread: the same, copies are on their stream
-    ANSWERED_NS = 27  # thread: the same, the CPU lane is done
-    SIZE = 32
+    SIZE = 24
 
 
 class Failure(IntEnum):
