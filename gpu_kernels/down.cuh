@@ -15,19 +15,16 @@ DEV void make_hidden_rows(const Layer& layer, const Step& step, const Work& work
   if (warp >= HIDDEN_ROWS || first + warp >= work.item.num_rows) return;
   const float* h = step.h + ((i64)(work.item.first_position + first + warp) * layer.num_shards + work.item.shard) * BLOCK;
   float v[8];
-  bool bad = false;
   float4 a = __ldcg((const float4*)(h + 8 * lane)), b = __ldcg((const float4*)(h + 8 * lane) + 1);
   v[0] = a.x, v[1] = a.y, v[2] = a.z, v[3] = a.w, v[4] = b.x, v[5] = b.y, v[6] = b.z, v[7] = b.w;
 #pragma unroll
-  for (int i = 0; i < 8; i++) {
+  for (int i = 0; i < 8; i++)
     if (8 * lane + i >= neurons) v[i] = 0.0f;
-    bad |= (__float_as_uint(v[i]) & 0x7fffffffu) >= INFINITY_BITS;
-  }
   if (DownFormat::INT8)
     write_record(v, rows.row[warp], lane);
   else
-    for (int i = 0; i < 8; i++) ((float*)rows.row[warp])[8 * lane + i] = v[i];
-  bad = __any_sync(FULL, bad);
+    store8((float*)rows.row[warp] + 8 * lane, v);
+  bool bad = __any_sync(FULL, not_finite(v));
   if (lane == 0) rows.bad[warp] = bad;
 }
 

@@ -45,6 +45,18 @@ DEV float activate(int kind, float alpha, float limit, float g, float u) {
   return over_one_plus_exp(g, -z) * u;
 }
 
+DEV bool not_finite(const float v[8]) {
+  bool bad = false;
+#pragma unroll
+  for (int i = 0; i < 8; i++) bad |= (__float_as_uint(v[i]) & 0x7fffffffu) >= INFINITY_BITS;
+  return bad;
+}
+
+DEV void store8(float* at, const float v[8]) {
+  ((float4*)at)[0] = make_float4(v[0], v[1], v[2], v[3]);
+  ((float4*)at)[1] = make_float4(v[4], v[5], v[6], v[7]);
+}
+
 // Where a byte of a record is. In shared memory sixteen bytes are left free behind each 128, so that the lanes that
 // read a piece each meet in no bank.
 template <bool SPREAD> DEV int spread(int at) { return SPREAD ? at + at / 128 * 16 : at; }

@@ -140,7 +140,7 @@ DEV void end_hit(const Layer& layer, const Step& step, const Progress& progress,
 template <bool PLAN>
 DEV void run_item(const Layer& layer, const Step& step, const Progress& progress, const Work& work, int index, int count,
                   u8* shared, const Tiles& tiles) {
-  const ShardPlace& place = layer.place[work.item.shard == layer.num_shards - 1];
+  const ShardPlace& place = place_of(layer, work.item.shard);
   if (PLAN && work.task == 0) mark_lane(layer, step, work);
   if (PLAN && !bytes_are_there(step, work)) {
     up_done(progress, work, index);  // others of the item may have seen the flag
@@ -187,7 +187,7 @@ DEV bool run_guess(const Layer& layer, const Step& step, const Progress& progres
   if (warp == 0) guess_item(layer, step, index, guess, work.item);
   __syncthreads();
   if (!guess.is_hit) return false;
-  const ShardPlace& place = layer.place[work.item.shard == layer.num_shards - 1];
+  const ShardPlace& place = place_of(layer, work.item.shard);
   Stage stage = stage_of(layer, work, place, shared);
   send_for_neurons(work.item, stage);
   send_for_columns(work.item, stage);

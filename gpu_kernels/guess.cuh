@@ -41,13 +41,10 @@ DEV void guess_item(const Layer& layer, const Step& step, int index, Guess& gues
 
 DEV void make_block(u8* row, int block, const float v[8]) {
   int lane = threadIdx.x % 32;
-  if (UpFormat::INT8) {
+  if (UpFormat::INT8)
     write_record<true>(v, row + block * SPREAD_RECORD, lane);
-    return;
-  }
-  float4* out = (float4*)(row + 4 * (block * BLOCK + 8 * lane));
-  out[0] = make_float4(v[0], v[1], v[2], v[3]);
-  out[1] = make_float4(v[4], v[5], v[6], v[7]);
+  else
+    store8((float*)row + block * BLOCK + 8 * lane, v);
 }
 
 // What each warp makes of the row, a block of it at first, in two parts: its elements are asked for at once, and turned into

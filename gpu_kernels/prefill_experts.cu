@@ -49,17 +49,13 @@ DEV void convert_hidden(const Layer& layer, const Prefill& prefill, int position
   int lane = threadIdx.x % 32, neurons = place_of(layer, shard).neurons;
   u8* hidden = hidden_of(layer, prefill, position, shard);
   float v[8];
-  bool bad = false;
 #pragma unroll
-  for (int i = 0; i < 8; i++) {
-    v[i] = 8 * lane + i < neurons ? ((const float*)hidden)[8 * lane + i] : 0.0f;
-    bad |= (__float_as_uint(v[i]) & 0x7fffffffu) >= INFINITY_BITS;
-  }
-  bad = __any_sync(FULL, bad);  // all have read
+  for (int i = 0; i < 8; i++) v[i] = 8 * lane + i < neurons ? ((const float*)hidden)[8 * lane + i] : 0.0f;
+  bool bad = __any_sync(FULL, not_finite(v));  // all have read
   if (DownFormat::INT8)
     write_record(v, hidden, lane);
   else
-    for (int i = 0; i < 8; i++) ((float*)hidden)[8 * lane + i] = v[i];
+    store8((float*)hidden + 8 * lane, v);
   if (lane == 0) prefill.hidden_bad[(i64)position * layer.num_shards + shard] = bad;
 }
 

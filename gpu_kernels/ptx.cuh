@@ -99,7 +99,5 @@ DEV void let_next_start() {  // once every block has said so, or has ended
 #endif
 }
 
-DEV void prefetch(const void* line) { asm volatile("prefetch.global.L1 [%0];" ::"l"(line)); }
-
 DEV void rest() { __nanosleep(20); }  // between two looks at a word
 #endif

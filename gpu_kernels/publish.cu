@@ -15,10 +15,7 @@ DEV bool mails_at_once(const Step& step) { return step.num_rows <= FUSED_ROWS; }
 
 DEV void mail_block(const Step& step, i64 block, const float v[8], int lane) {
   if (step.mail_records) write_record(v, step.mail_records + block * RECORD, lane);
-  if (!step.mail_floats) return;
-  float4* out = (float4*)(step.mail_floats + block * BLOCK + 8 * lane);
-  out[0] = make_float4(v[0], v[1], v[2], v[3]);
-  out[1] = make_float4(v[4], v[5], v[6], v[7]);
+  if (step.mail_floats) store8(step.mail_floats + block * BLOCK + 8 * lane, v);
 }
 
 // Records of one block of a row, by one warp; whether an element is not finite.
@@ -26,16 +23,10 @@ DEV bool publish_block(const Layer& layer, const Step& step, int row, int block,
   int nb = (layer.hidden + BLOCK - 1) / BLOCK;
   float v[8];
   load8(step, (const u8*)step.x + row * step.x_stride, block * BLOCK + 8 * lane, layer.hidden, v);
-  bool bad = false;
-  for (int i = 0; i < 8; i++) bad |= (__float_as_uint(v[i]) & 0x7fffffffu) >= INFINITY_BITS;
-  if (step.floats) {
-    float4* out = (float4*)(step.floats + ((i64)row * nb + block) * BLOCK + 8 * lane);
-    out[0] = make_float4(v[0], v[1], v[2], v[3]);
-    out[1] = make_float4(v[4], v[5], v[6], v[7]);
-  }
+  if (step.floats) store8(step.floats + ((i64)row * nb + block) * BLOCK + 8 * lane, v);
   if (step.records) write_record(v, step.records + ((i64)row * nb + block) * RECORD, lane);
   if (mails_at_once(step)) mail_block(step, (i64)row * nb + block, v, lane);
-  return bad;
+  return not_finite(v);
 }
 
 // -------------------------------------------------------------------------------------------- grouping

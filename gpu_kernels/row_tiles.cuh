@@ -24,8 +24,6 @@ DEV const u8* shard_bytes(const Layer& layer, const Prefill& prefill, int expert
   return (const u8*)prefill.source[(i64)expert * layer.num_shards + shard];
 }
 
-DEV const ShardPlace& place_of(const Layer& layer, int shard) { return layer.place[shard == layer.num_shards - 1]; }
-
 DEV u8* hidden_of(const Layer& layer, const Prefill& prefill, int position, int shard) {
   return prefill.hidden + ((i64)position * layer.num_shards + shard) * (4 * BLOCK);
 }

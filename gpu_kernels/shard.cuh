@@ -24,6 +24,8 @@ struct Work {
   bool fused;  // whether the last item's blocks combine
 };
 
+DEV const ShardPlace& place_of(const Layer& layer, int shard) { return layer.place[shard == layer.num_shards - 1]; }
+
 struct Rows {  // planes of a matrix, from the row that the caller counts from 0
   const u8 *main, *side;
   int stride, side_stride;

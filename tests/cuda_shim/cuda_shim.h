@@ -275,7 +275,6 @@ static inline void __threadfence_system() {}
 static inline void copy16(void* shared, const void* from) { memcpy(shared, from, 16); }
 static inline void copies_sent() {}
 template <int LATER> static inline void copies_done() {}
-static inline void prefetch(const void*) {}
 constexpr bool STARTS_EARLY = true;  // what such kernels do is run, one after the other
 static inline void wait_for_earlier() {}
 static inline void let_next_start() {}
