@@ -206,3 +206,19 @@ def test_memory_that_limits_all_lanes_leaves_the_link_what_it_can_take():
     both = 64 * 900_000 * 1e-3 / 80
     assert 6 + link * 900_000 * 1e-3 / 54.6 <= both < 6 + (link + 1) * 900_000 * 1e-3 / 54.6
     assert work.predicted_us[STEP_US] == pytest.approx(20 + both)
+
+
+@pytest.mark.parametrize("link_gb_s", [5.0, 25.0, 50.0, 200.0])
+@pytest.mark.parametrize("slots", [2, 60])
+def test_the_fixed_rule_fetches_by_the_two_rates_alone(link_gb_s, slots):
+    """``floor(m f)`` or one more, whichever takes less; no fixed cost counts, and no more than slots can be had for."""
+    cpu_gb_s = 80.0
+    geometry, options = make_geometry([8], [[900_000]]), make_options(["stream", "cpu"], split="ratio")
+    rates = H200._replace(stream_us_per_byte=1e-3 / link_gb_s, cpu_us_per_byte=1e-3 / cpu_gb_s, stream_fix_us=1e6)
+    for missing in range(1, 9):
+        _, work = plan_once(geometry, rates, options, range(missing), [1] * missing, num_slots=slots)
+        times = {n: max(n / link_gb_s, (missing - n) / cpu_gb_s) for n in range(missing + 1)}
+        floor = int(missing * link_gb_s / (link_gb_s + cpu_gb_s))
+        wanted = min((floor, floor + 1), key=lambda n: times.get(n, np.inf))
+        assert work.counts[STREAM] == min(wanted, slots)
+        assert work.counts[STREAM] + work.counts[CPU] == missing
