@@ -13,7 +13,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from trilane.gpu_kernels.driver_calls import Call, launch_all, make_table
+from trilane.gpu_kernels.driver_calls import Call, launch_all, launch_graph, make_table
 from trilane.gpu_kernels.launch import Launch
 
 PORTABLE, MAPPED = 1, 2  # of pinned memory
@@ -42,9 +42,20 @@ class Encoded:
     words: np.ndarray
     held: Any
 
+    @classmethod
+    def joined(cls, parts: Sequence[Encoded]) -> Encoded:
+        """The launches of all parts, one behind the other."""
+        return cls(np.concatenate([part.words for part in parts]), parts)
+
     def launch(self, table: np.ndarray, stream: int) -> int:
         """Put them on a stream; the driver's status."""
         return int(launch_all(table.ctypes.data, self.words.ctypes.data, len(self.words), stream))
+
+
+def put_graph(driver: Driver, graph: int, stream: int, what: str) -> None:
+    """Launch a graph on a stream; DriverError, which says ``what`` was not launched, where the driver refuses."""
+    if status := launch_graph(driver.table.ctypes.data, graph, stream):
+        raise DriverError(f"{what} was not launched: CUDA error {status}")
 
 
 def launch_words(function: int, launch: Launch, pointers: int, early: bool = False) -> list[int]:

@@ -11,8 +11,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from trilane.gpu_kernels.build import READER
-from trilane.gpu_kernels.driver import Driver, DriverError
-from trilane.gpu_kernels.driver_calls import launch_graph
+from trilane.gpu_kernels.driver import Driver, put_graph
 from trilane.gpu_kernels.events import events_of
 from trilane.gpu_kernels.launch import Launch
 
@@ -95,8 +94,7 @@ class PieceReading:
 
     def start(self) -> None:
         """Put the graph on the reader's stream."""
-        if status := launch_graph(self.driver.table.ctypes.data, self._graph, self.reader.stream):
-            raise DriverError(f"the reading kernel was not launched: CUDA error {status}")
+        put_graph(self.driver, self._graph, self.reader.stream, "the reading kernel")
 
     def run(self) -> float:
         """Read all pieces and wait; us by the GPU's clock."""

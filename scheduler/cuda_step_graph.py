@@ -7,20 +7,18 @@ Nothing here knows lanes or costs.
 
 from __future__ import annotations
 
-import ctypes
 import time
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 
+from trilane.cpu_kernels.formats import align_up
 from trilane.cuda_errors import device_errors
 from trilane.cuda_runner import CudaRunner
-from trilane.gpu_kernels.driver import DriverError, Encoded
-from trilane.gpu_kernels.driver_calls import launch_graph
+from trilane.gpu_kernels.cuda_device import ALIGNMENT, array_at
+from trilane.gpu_kernels.driver import Encoded, put_graph
 from trilane.host_runner import StepInput
-
-ALIGNMENT = 256
 
 
 class GraphStep(NamedTuple):
@@ -54,18 +52,20 @@ class StepGraph:
         shapes: list[tuple[Any, tuple[int, int]]] = [(np.float32, (rows, hidden))]
         for step in steps:
             shapes += [(np.int64, (rows, step.top_k)), (np.float32, (rows, step.top_k))]
-        starts = np.cumsum([0, *(_aligned(np.dtype(kind).itemsize * a * b) for kind, (a, b) in shapes)]).tolist()
-        self._nbytes, self._out_nbytes = starts[-1], _aligned(4 * rows * hidden)
+        starts = np.cumsum(
+            [0, *(align_up(np.dtype(kind).itemsize * a * b, ALIGNMENT) for kind, (a, b) in shapes)]
+        ).tolist()
+        self._nbytes, self._out_nbytes = starts[-1], align_up(4 * rows * hidden, ALIGNMENT)
         self._graph = self._device = 0
         self._mapped = runner.driver.allocate_mapped(self._nbytes + len(steps) * self._out_nbytes)
-        arrays = [_array_at(self._mapped + at, *shape) for at, shape in zip(starts[:-1], shapes, strict=True)]
+        arrays = [array_at(self._mapped + at, *shape) for at, shape in zip(starts[:-1], shapes, strict=True)]
         self.hidden, self.ids, self.weights = arrays[0], arrays[1::2], arrays[2::2]
         for ids, weights in zip(self.ids, self.weights, strict=True):
             ids[:], weights[:] = -1, 1.0 / ids.shape[1]
         with device_errors():
             self._device = runner.driver.allocate(self._nbytes + len(steps) * self._out_nbytes)
             encoded = [self._encode(k, *starts[1 + 2 * k :][:2]) for k in range(len(steps))]
-            self._encoded = Encoded(np.concatenate([part.words for part in encoded]), encoded)
+            self._encoded = Encoded.joined(encoded)
             self._graph = runner.driver.make_graph(self._encoded)
 
     def _encode(self, k: int, ids: int, weights: int) -> Encoded:
@@ -85,8 +85,7 @@ class StepGraph:
         begin = time.perf_counter()
         with device_errors():
             driver.to_device(self._device, self._mapped, self._nbytes, stream)
-            if status := launch_graph(driver.table.ctypes.data, self._graph, stream):
-                raise DriverError(f"the graph of {len(self.steps)} steps was not launched: CUDA error {status}")
+            put_graph(driver, self._graph, stream, f"the graph of {len(self.steps)} steps")
             while not driver.finished(stream):
                 pass
         us = 1e6 * (time.perf_counter() - begin) / len(self.steps)
@@ -101,7 +100,7 @@ class StepGraph:
             driver.to_host(target, self._device + self._nbytes, nbytes, stream)
         self.runner.wait_for(stream)
         shape = self.hidden.shape
-        return [_array_at(target + k * self._out_nbytes, np.float32, shape).copy() for k in range(len(self.steps))]
+        return [array_at(target + k * self._out_nbytes, np.float32, shape).copy() for k in range(len(self.steps))]
 
     def close(self) -> None:
         """Give graph and memory back."""
@@ -112,12 +111,3 @@ class StepGraph:
         if self._mapped:
             self.runner.driver.free_mapped(self._mapped)
         self._graph = self._device = self._mapped = 0
-
-
-def _aligned(nbytes: int) -> int:
-    return -(-nbytes // ALIGNMENT) * ALIGNMENT
-
-
-def _array_at(address: int, kind: Any, shape: tuple[int, int]) -> np.ndarray:
-    nbytes = np.dtype(kind).itemsize * shape[0] * shape[1]
-    return np.ctypeslib.as_array((ctypes.c_uint8 * nbytes).from_address(address)).view(kind).reshape(shape)

@@ -14,8 +14,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from trilane.gpu_kernels.driver import DriverError, Encoded
-from trilane.gpu_kernels.driver_calls import launch_graph
+from trilane.gpu_kernels.driver import Encoded, put_graph
 from trilane.gpu_kernels.events import Events, events_of
 from trilane.host_runner import StepInput
 
@@ -64,15 +63,13 @@ class TokenGraphs:
 
     def _encode(self, turn: int) -> Encoded:
         x, weights, ids, out = self._blocks
-        row, words, held = 4 * self.hidden, [], []
+        row, parts = 4 * self.hidden, []
         for place, layer in enumerate(self.layers):
             y = out + self._out_nbytes * turn + row * place
             step = StepInput(layer, 1, self.top_k, x, row, "f32", y, row, "f32")
             where = ids + 4 * (self._num_ids * turn + self.top_k * place)
-            encoded = self.runner.launches.encode(step, where, 4, weights)
-            words.append(encoded.words)
-            held.append(encoded)
-        return Encoded(np.concatenate(words), held)
+            parts.append(self.runner.launches.encode(step, where, 4, weights))
+        return Encoded.joined(parts)
 
     def _put(self, address: int, array: NDArray[Any]) -> None:
         """Copy to the device and wait for this copy."""
@@ -114,9 +111,7 @@ class TokenGraphs:
         turn = token % self.ahead
         self._put(self._blocks[2] + 4 * self._num_ids * turn, ids)
         first = events.record(self.stream)
-        status = launch_graph(self.driver.table.ctypes.data, self._graphs[turn], self.stream)
-        if status:
-            raise DriverError(f"a graph of {len(self.layers)} layers was not launched: CUDA error {status}")
+        put_graph(self.driver, self._graphs[turn], self.stream, f"a graph of {len(self.layers)} layers")
         return first, events.record(self.stream)
 
     def _finish(
