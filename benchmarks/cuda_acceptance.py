@@ -210,8 +210,9 @@ def _sweep(steps, top_k):
 
 def predicted(shape=PREDICTED_SHAPE, layers=8, slots=(0.25, 0.5), repeats=10, profile=None):
     """Steps of 0 to top-k misses, each against what was predicted before it ran; the profile measured first."""
-    from trilane.cuda_step_bench import error_quantiles, measure_cuda_steps
+    from trilane.cuda_step_bench import measure_cuda_steps
     from trilane.random_store import StepShape, random_store
+    from trilane.step_bench import all_errors
 
     shape = StepShape(**shape)
     misses, store = range(shape.top_k + 1), random_store(shape, layers)
@@ -219,7 +220,7 @@ def predicted(shape=PREDICTED_SHAPE, layers=8, slots=(0.25, 0.5), repeats=10, pr
     for found in rows:
         name = f"{found.misses} misses, slots for {found.slots:.0%}: {found.p50_us:.1f} us, predicted"
         row(name, found.predicted_us)
-    for name, error, goal in zip(("median", "90th percentile"), error_quantiles(rows), (0.10, 0.20), strict=True):
+    for name, error, goal in zip(("median", "90th percentile"), all_errors(rows), (0.10, 0.20), strict=True):
         row(f"predicted against measured: {name} of the relative error", error, goal, unit="")
 
 

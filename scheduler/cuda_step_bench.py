@@ -262,11 +262,3 @@ def _row(part: float, hits: int, misses: int, samples: Sequence[StepSample], ste
         part, hits, misses, p50, p90, p99, float(np.median(predicted)), limit, float(np.median(errors)),
         float(np.quantile(errors, 0.9)), lanes, tuple(errors.tolist()),
     )  # fmt: skip
-
-
-def error_quantiles(rows: Sequence[CudaStepRow]) -> tuple[float, float]:
-    """Median and 90th percentile of the errors of all tokens of all rows; NaN without any."""
-    errors = np.concatenate([row.errors for row in rows]) if rows else np.empty(0)
-    if not len(errors):
-        return float("nan"), float("nan")
-    return float(np.median(errors)), float(np.quantile(errors, 0.9))

@@ -210,9 +210,11 @@ def limit_us(rates: Rates, hit_nbytes: int, missed_nbytes: int) -> float:
     return max(longest, (hit * rates.hit_cores + missed_nbytes * cheapest) / rates.num_cores)
 
 
-def all_errors(rows: Sequence[StepRow]) -> tuple[float, float]:
-    """Median and 90th percentile of the errors of all single steps of all rows."""
-    errors = np.concatenate([row.errors for row in rows])
+def all_errors(rows: Sequence[Any]) -> tuple[float, float]:
+    """Median and 90th percentile of the ``errors``, of single steps, of all rows; NaN without any."""
+    errors = np.array([error for row in rows for error in row.errors])
+    if not len(errors):
+        return float("nan"), float("nan")
     return float(np.median(errors)), float(np.quantile(errors, 0.9))
 
 

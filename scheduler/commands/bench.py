@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from trilane.commands.bench_cuda import bench_lanes, run_cuda_steps
-from trilane.commands.console import open_console
+from trilane.commands.console import checked, collected, open_console, print_table
 
 if TYPE_CHECKING:
     from trilane.probes.cpu_experts import ExpertRate
@@ -19,7 +19,6 @@ if TYPE_CHECKING:
 
 bench_app = typer.Typer(no_args_is_help=True, help="Measure: kernels, steps, lanes.")
 
-T = TypeVar("T")
 bench_app.command("lanes")(bench_lanes)
 
 
@@ -58,25 +57,19 @@ def bench_cpu(
     names = _formats(formats)
     pairs = [_shape(text) for text in shapes] if shapes else list(SHAPES)
     counts = _threads(threads, machine.num_allowed)
-    kernel_isa = _checked("--isa", _isa, isa)
+    kernel_isa = checked("--isa", _isa, isa)
     library = find_ggml(ggml)
     if ggml is not None and library is None:
         raise typer.BadParameter(f"{ggml} holds no libggml-cpu that can be loaded", param_hint="--ggml")
     rates = measure_cpu_experts(names, counts, shapes=pairs, isa=kernel_isa, ggml=library)
-    found = _collected(rates, len(names) * len(pairs) * len(counts))
+    found = collected(
+        rates, len(names) * len(pairs) * len(counts), lambda rate: f": {rate.format} {rate.gb_s:.1f} GB/s"
+    )
     if as_json:
         typer.echo(json.dumps({"machine": machine.as_dict(), "rows": [_row(rate) for rate in found]}, indent=1))
     else:
         _print_rates(found, machine.line)
     _warn(found, library is not None)
-
-
-def _checked(option: str, check: Callable[[str], T], text: str | None) -> T | None:
-    """A wrong value is wrong usage: name the option, keep the text of the check."""
-    try:
-        return None if text is None else check(text)
-    except ValueError as error:
-        raise typer.BadParameter(str(error), param_hint=option) from None
 
 
 def _isa(name: str) -> str:
@@ -88,7 +81,7 @@ def _isa(name: str) -> str:
 def _formats(names: Sequence[str] | None) -> list[str]:
     from trilane.cpu_kernels.formats import FORMATS, format_of
 
-    return [fmt.name for name in names or FORMATS if (fmt := _checked("--format", format_of, name))]
+    return [fmt.name for name in names or FORMATS if (fmt := checked("--format", format_of, name))]
 
 
 def _shape(text: str) -> tuple[int, int]:
@@ -113,24 +106,6 @@ def _threads(counts: Sequence[int] | None, num_allowed: int) -> list[int]:
     return chosen
 
 
-def _collected(rates: Any, num_expected: int) -> list[ExpertRate]:
-    """All rates, with a progress line on a terminal's stderr."""
-    console = open_console(stderr=True)
-    found: list[ExpertRate] = []
-    with console.status("compiling and measuring ...") if console.is_terminal else _quiet() as status:
-        for rate in rates:
-            found.append(rate)
-            if status is not None:
-                status.update(f"{len(found)} of {num_expected}: {rate.format} {rate.gb_s:.1f} GB/s")
-    return found
-
-
-def _quiet() -> Any:
-    from contextlib import nullcontext
-
-    return nullcontext()
-
-
 def _row(rate: ExpertRate) -> dict[str, Any]:
     return {
         "format": rate.format,
@@ -144,21 +119,17 @@ def _row(rate: ExpertRate) -> dict[str, Any]:
 
 
 def _print_rates(rates: Sequence[ExpertRate], machine_line: str) -> None:
-    from rich import box
-    from rich.table import Table
-
+    headings = ("format", "shape", "threads", "GB/s", "limit", "ratio", "ggml", "x ggml")
     console = open_console()
-    table = Table(box=box.SIMPLE if console.is_terminal else None)
-    for heading in ("format", "shape", "threads", "GB/s", "limit", "ratio", "ggml", "x ggml"):
-        table.add_column(heading, justify="left" if heading == "format" else "right")
-    for rate in rates:
-        row = _row(rate)
-        theirs = rate.ggml_gb_s
-        speeds = (f"{rate.gb_s:.1f}", f"{rate.limit_gb_s:.1f}", f"{rate.ratio:.2f}")
-        compared = ("-", "-") if theirs is None else (f"{theirs:.1f}", f"{rate.gb_s / theirs:.2f}")
-        table.add_row(row["format"], row["shape"], str(row["threads"]), *speeds, *compared)
     console.print(machine_line)
-    console.print(table)
+    print_table(console, headings, map(_rate_cells, rates), left=("format",))
+
+
+def _rate_cells(rate: ExpertRate) -> list[str]:
+    row, theirs = _row(rate), rate.ggml_gb_s
+    speeds = (f"{rate.gb_s:.1f}", f"{rate.limit_gb_s:.1f}", f"{rate.ratio:.2f}")
+    compared = ("-", "-") if theirs is None else (f"{theirs:.1f}", f"{rate.gb_s / theirs:.2f}")
+    return [row["format"], row["shape"], str(row["threads"]), *speeds, *compared]
 
 
 def _warn(rates: Sequence[ExpertRate], has_ggml: bool) -> None:

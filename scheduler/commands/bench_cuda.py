@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Sequence
-from contextlib import nullcontext
+from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from trilane.commands.console import open_console
+from trilane.commands.console import checked, collected, open_console, print_table
 
 if TYPE_CHECKING:
     from trilane.cuda_step_bench import CudaStepRow
@@ -20,8 +19,6 @@ if TYPE_CHECKING:
 
 NUM_LAYERS = 8
 SLOTS = (0.25, 0.5, 1.0)
-
-T = TypeVar("T")
 
 
 def gpu_name() -> str:
@@ -42,20 +39,21 @@ def run_cuda_steps(
     profile: Path | None, as_json: bool,
 ) -> None:  # fmt: skip
     """Measure and print steps on a GPU."""
-    from trilane.cuda_step_bench import error_quantiles, measure_cuda_steps
+    from trilane.cuda_step_bench import measure_cuda_steps
     from trilane.random_store import random_store
+    from trilane.step_bench import all_errors
 
     parts = _parts(slots or SLOTS)
     gpu, store = gpu_name(), random_store(shape, layers)
     found = measure_cuda_steps(store, shape, parts, misses=misses, repeats=repeats, profile=_read(profile))
-    rows = _collected(found, len(parts) * len(misses))
-    median, p90 = error_quantiles(rows)
+    rows = collected(found, len(parts) * len(misses))
+    median, p90 = all_errors(rows)
     if as_json:
         errors = {"median_error": _known(median), "p90_error": _known(p90)}
         _print_json(gpu, shape, layers, rows, errors)
         return
     _print_machine(gpu)
-    _print_table([*_STEP_COLUMNS], [_step_cells(row) for row in rows])
+    print_table(open_console(), _STEP_COLUMNS, map(_step_cells, rows), left=LEFT)
     typer.echo(f"predicted against measured, all tokens: median error {median:.1%}, p90 {p90:.1%}")
 
 
@@ -91,30 +89,7 @@ def _print_machine(gpu: str | None) -> None:
     typer.echo(describe_machine().line + (f", {gpu}" if gpu else ""))
 
 
-def _collected(rows: Iterable[T], num_expected: int) -> list[T]:
-    """All rows, with a progress line on a terminal's stderr."""
-    console, found = open_console(stderr=True), []
-    with console.status("compiling and measuring ...") if console.is_terminal else nullcontext() as status:
-        for row in rows:
-            found.append(row)
-            if status is not None:
-                status.update(f"{len(found)} of {num_expected} rows")
-    return found
-
-
-def _print_table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
-    from rich import box
-    from rich.table import Table
-
-    console = open_console()
-    table = Table(box=box.SIMPLE if console.is_terminal else None)
-    for name in columns:
-        table.add_column(name, justify="left" if name in ("shards", "device", "memory", "lane") else "right")
-    for row in rows:
-        table.add_row(*row)
-    console.print(table)
-
-
+LEFT = ("shards", "device", "memory", "lane")
 _STEP_COLUMNS = (
     "slots",
     "hits",
@@ -172,24 +147,23 @@ def bench_lanes(
         raise typer.BadParameter(f"{device!r} is neither cuda, host nor both", param_hint="--device")
     if hits + misses > experts // 2:
         raise typer.BadParameter(f"{hits + misses} of {experts} experts: at most half of them", param_hint="--misses")
-    shape = StepShape(hidden, intermediate, experts, hits + misses, _format(format_name))
+    shape = StepShape(hidden, intermediate, experts, hits + misses, _format(format_name).name)
     gpu = gpu_name() if device == "cuda" else _gpu_if_any(device)
     given, rows = _read(profile), []
     if gpu is not None:
         store = random_store(shape, layers)
         measured = measure_cuda_lanes(store, hits, misses, slots=slots, repeats=repeats, profile=given)
-        rows += _collected(measured, 7)
+        rows += collected(measured, 7)
     if device != "cuda":
         host = measure_host_lanes(random_store(shape), shape, misses, repeats=max(2, repeats), profile=given)
-        rows += _collected(host, 4)
+        rows += collected(host, 4)
     gains = pinned_gains(rows)
     if as_json:
         _print_json(gpu, shape, layers, rows, {"pageable_over_pinned": gains})
         return
     _print_machine(gpu)
-    _print_table(
-        ("device", "memory", "lane", "p50 us", "p90 us", "missed GB/s", "shards"), list(map(_lane_cells, rows))
-    )
+    headings = ("device", "memory", "lane", "p50 us", "p90 us", "missed GB/s", "shards")
+    print_table(open_console(), headings, map(_lane_cells, rows), left=LEFT)
     for lane, ratio in gains.items():
         typer.echo(f"{lane}: pageable takes {ratio:.2f} x pinned")
 
@@ -205,14 +179,10 @@ def _gpu_if_any(device: str) -> str | None:
         return None
 
 
-def _format(name: str) -> str:
+def _format(name: str) -> Any:
     from trilane.cpu_kernels.formats import format_of
 
-    check: Callable[[str], Any] = format_of
-    try:
-        return str(check(name).name)
-    except ValueError as error:
-        raise typer.BadParameter(str(error), param_hint="--format") from None
+    return checked("--format", format_of, name)
 
 
 def _lane_cells(row: LaneRow) -> list[str]:

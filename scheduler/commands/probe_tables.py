@@ -6,6 +6,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from trilane.commands.console import print_table
+
 if TYPE_CHECKING:
     from rich.console import Console
 
@@ -26,7 +28,7 @@ def print_calibration(console: Console, found: Calibration, saved: Path | None) 
         _expert_table(profile), _copy_table(profile), _block_table(profile), _hit_table(profile), _cost_table(profile),
     ):  # fmt: skip
         if rows:
-            _print_table(console, title, headings, rows)
+            print_table(console, headings, rows, left=headings[:1], title=title)
     for line in roofline(profile):
         console.print(line, markup=False)
     for name, reason in profile.skipped.items():
@@ -35,18 +37,6 @@ def print_calibration(console: Console, found: Calibration, saved: Path | None) 
     console.print(f"measured in {found.total_s:.1f} s{compiled}")
     if saved is not None:
         console.print(f"saved to {saved}", markup=False, soft_wrap=True)
-
-
-def _print_table(console: Console, title: str, headings: list[str], rows: list[list[str]]) -> None:
-    from rich import box
-    from rich.table import Table
-
-    table = Table(title=title, title_justify="left", box=box.SIMPLE if console.is_terminal else None)
-    for index, heading in enumerate(headings):
-        table.add_column(heading, justify="left" if index == 0 else "right")
-    for row in rows:
-        table.add_row(*row)
-    console.print(table)
 
 
 def _expert_table(profile: MachineProfile) -> tuple[str, list[str], list[list[str]]]:
