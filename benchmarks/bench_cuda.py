@@ -4,7 +4,7 @@ Method: one graph of all layers is launched for each token and waited for, so a 
 its layers, launch and wait included. The lanes take turns on the same trace, slots and store, in one process. Bits of
 the last token are compared with the host device's.
 
-    python benchmarks/bench_cuda.py [--layers 8 --experts 128 --fraction 0.25 --tokens 300]
+    python -m benchmarks.bench_cuda [--layers 8 --experts 128 --fraction 0.25 --tokens 300]
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import time
 
 import numpy as np
 
+from benchmarks.peer_trace import synth_trace
 from trilane import Config, ExpertScheduler
 from trilane.cuda_step_graph import GraphStep, StepGraph
 from trilane.cuda_step_probe import planned_with
@@ -21,21 +22,6 @@ from trilane.plan import make_options
 from trilane.step_bench import StepShape, random_store
 
 LANES = ("split", "zero_copy", "stream", "cpu", "resident")
-
-
-def zipf_trace(tokens, layers, experts, top_k, zipf=0.8, reuse=0.3, seed=1):
-    """Ids (tokens, layers, top_k): a skewed draw for each layer, some experts kept from the token before."""
-    rng = np.random.default_rng(seed)
-    logits = -zipf * np.log(np.arange(1, experts + 1))
-    trace = np.empty((tokens, layers, top_k), np.int64)
-    for layer in range(layers):
-        names, before = rng.permutation(experts), np.empty(0, np.int64)
-        for token in range(tokens):
-            kept = before[rng.random(before.size) < reuse]
-            order = names[np.argsort(-(logits + rng.gumbel(size=experts)))]
-            before = np.concatenate([kept, order[~np.isin(order, kept)][: top_k - kept.size]])
-            trace[token, layer] = before
-    return trace
 
 
 class LayersInOneGraph:
@@ -78,7 +64,7 @@ def main():
     args = parser.parse_args()
     shape = StepShape(args.hidden, args.intermediate, args.experts, args.top_k)
     store = random_store(shape, args.layers)
-    trace = zipf_trace(args.tokens, args.layers, args.experts, args.top_k)
+    trace = synth_trace(args.tokens, args.layers, args.experts, args.top_k)
     x = np.random.default_rng(3).standard_normal(args.hidden).astype(np.float32)
     profile, outs = None, {}
     for lane in args.lanes:
