@@ -266,8 +266,8 @@ def test_pending_updates_are_applied_after_the_look_up_and_acknowledged(backend_
 
 
 @pytest.mark.parametrize("change", ["found", "lost"])
-def test_hits_that_were_guessed_wrong_are_made_again(backend_of, change):
-    """The slot table changes between publish's look-up and that of the hits, which then expect another list."""
+def test_a_slot_table_that_changes_under_the_hits_changes_no_output(backend_of, change):
+    """Between publish's look-up and that of the hits, which then expect another list than publish's."""
     rng = np.random.default_rng(11)
     device = on_device(backend_of, make_store("q4_k", "silu_glu", 256, 512), 1)
     routing = random_step(rng, 1, 3, 4, 256, skips=False)
