@@ -301,3 +301,27 @@ def random_lanes(rng, num_experts, shards, lanes=ALL):
 
 def make_store(formats, kind, hidden, intermediate, experts=4, seed=0):
     return random_store(formats, kind, experts=experts, hidden=hidden, intermediate=intermediate, seed=seed)
+
+
+def spoil(x, kind):
+    """Hidden rows with something in them that quantisation must survive."""
+    x = x.copy()
+    if kind == "zeros":
+        x[:] = 0
+    elif kind == "zero block":
+        x[0, :256] = -0.0
+    elif kind == "denormals":
+        x[:] *= np.float32(2.0**-140)
+    elif kind == "huge":
+        x[:] *= np.float32(2.0**100)
+    else:
+        x[0, 300] = {"nan": np.nan, "inf": np.inf, "-inf": -np.inf}[kind]
+    return x
+
+
+def any_bytes(store, rng):
+    """The store with random bytes for weights: its scales are infinite, NaN, denormal or negative."""
+    for expert in range(store.layers[0].num_experts):
+        data = store.expert_bytes(0, expert)
+        data[:] = rng.integers(0, 256, len(data), dtype=np.uint8)
+    return store

@@ -7,7 +7,20 @@ import ctypes
 import numpy as np
 import pytest
 from cuda_backends import Gpu, Shim, gpu_missing
-from cuda_cases import ALL, CPU, FILL, HIT, STREAM, ZERO_COPY, LayerOnDevice, Routing, make_store, random_lanes
+from cuda_cases import (
+    ALL,
+    CPU,
+    FILL,
+    HIT,
+    STREAM,
+    ZERO_COPY,
+    LayerOnDevice,
+    Routing,
+    any_bytes,
+    make_store,
+    random_lanes,
+    spoil,
+)
 from expert_cases import FORMATS, KINDS, STEP_COLUMNS, assert_same_bits, narrow, random_routing, widen
 
 from trilane.gpu_kernels import launch as launches
@@ -109,22 +122,6 @@ def test_biases_are_read_on_every_lane(backend_of):
 
 
 # ------------------------------------------------------------------------------------------ odd numbers
-def spoil(x, kind):
-    """Hidden rows with something in them that quantisation must survive."""
-    x = x.copy()
-    if kind == "zeros":
-        x[:] = 0
-    elif kind == "zero block":
-        x[0, :256] = -0.0
-    elif kind == "denormals":
-        x[:] *= np.float32(2.0**-140)
-    elif kind == "huge":
-        x[:] *= np.float32(2.0**100)
-    else:
-        x[0, 300] = {"nan": np.nan, "inf": np.inf, "-inf": -np.inf}[kind]
-    return x
-
-
 @pytest.mark.parametrize("kind", ["zeros", "zero block", "denormals", "huge", "nan", "inf", "-inf"])
 @pytest.mark.parametrize("fmt", ["q4_k", "q8_0", "f32"])
 def test_degenerate_hidden_rows(backend_of, fmt, kind):
@@ -139,12 +136,8 @@ def test_degenerate_hidden_rows(backend_of, fmt, kind):
 
 @pytest.mark.parametrize("fmt", ["q4_k", "q6_k", "q8_0", "mxfp4", "f16"])
 def test_any_bytes_are_weights(backend_of, fmt):
-    """Random bytes: scales that are infinite, NaN, denormal or negative."""
     rng = np.random.default_rng(11)
-    store = make_store(fmt, "silu_glu", 512, 256)
-    for expert in range(4):
-        data = store.expert_bytes(0, expert)
-        data[:] = rng.integers(0, 256, len(data), dtype=np.uint8)
+    store = any_bytes(make_store(fmt, "silu_glu", 512, 256), rng)
     device = on_device(backend_of, store, 2)
     with np.errstate(all="ignore"):
         device.run(random_step(rng, 2, 3, 4, 512), random_lanes(rng, 4, 1), rng)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 from cuda_backends import Gpu, Shim, gpu_missing
-from cuda_cases import ELEMENTS, POISON, Routing, make_store
+from cuda_cases import ELEMENTS, POISON, Routing, any_bytes, make_store, spoil
 from expert_cases import FORMATS, KINDS, STEP_COLUMNS, assert_same_bits, expected, narrow, random_routing
 
 from trilane.cpu_kernels.gate import GATES
@@ -233,23 +233,15 @@ def test_degenerate_hidden_rows(backend_of, fmt, kind):
     rng = np.random.default_rng(3)
     device = Pass(backend_of, make_store(fmt, "silu_glu", 512, 256), 4)
     routing = random_step(rng, 4, 3, 4, 512, skips=False)
-    x = routing.hidden
-    if kind in ("nan", "inf"):
-        x[0, 300] = float(kind)
-    else:
-        x *= np.float32({"zeros": 0.0, "denormals": 2.0**-140, "huge": 2.0**100}[kind])
+    routing.hidden = spoil(routing.hidden, kind)
     with np.errstate(all="ignore"):
         device.run(routing, random_places(rng, device), rng)
 
 
 @pytest.mark.parametrize("fmt", FORMATS[1:])
 def test_any_bytes_are_weights(backend_of, fmt):
-    """Random bytes: scales that are infinite, NaN, denormal or negative."""
     rng = np.random.default_rng(11)
-    store = make_store(fmt, "silu_glu", 512, 512)
-    for expert in range(4):
-        data = store.expert_bytes(0, expert)
-        data[:] = rng.integers(0, 256, len(data), dtype=np.uint8)
+    store = any_bytes(make_store(fmt, "silu_glu", 512, 512), rng)
     device = Pass(backend_of, store, 5)
     with np.errstate(all="ignore"):
         device.run(random_step(rng, 5, 3, 4, 512), random_places(rng, device), rng)
