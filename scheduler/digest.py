@@ -10,7 +10,7 @@ BASIS, PRIME, WORD = 0x811C9DC5, 0x01000193, 0xFFFFFFFF
 @compiled(counted=False)
 def _mix(digest, value):
     """One more word: a step of FNV-1a by words, and a shift that brings high bits down."""
-    digest = ((digest ^ (value & WORD)) * PRIME) & WORD
+    digest = ((digest ^ (int(value) & WORD)) * PRIME) & WORD
     return digest ^ (digest >> 15)
 
 

@@ -258,12 +258,8 @@ def _check_followers(state: State, geometry: Geometry) -> None:
     """What is remembered of followers names experts of the layer; a boost is in a score where the flag says so."""
     counts = np.diff(geometry.first_expert)
     following = np.roll(counts, -1)
-    for ids, rates, most in (
-        (state.follower, state.follow_rate, counts),
-        (state.ahead, state.ahead_rate, following),
-    ):
-        known = np.where(rates > 0, ids, 0)
-        assert (known < most[geometry.layer_of][:, None]).all(), "a follower is outside its layer"
+    for ids, most in ((state.follower, counts), (state.ahead, following)):  # those of rate 0 are looked up too
+        assert (ids < most[geometry.layer_of][:, None]).all(), "a follower is outside its layer"
     assert not state.tally.any(), "the tally is not cleared"
     assert ((state.num_last >= 0) & (state.num_last <= MOST_FOLLOWED)).all(), f"num_last {state.num_last}"
     assert ((state.last_experts >= 0) & (state.last_experts < counts[:, None])).all(), "a last expert is outside"

@@ -222,6 +222,7 @@ def test_imported_traces_and_other_versions_are_not_verified(store, scheduler_of
     with pytest.raises(TraceError, match="holds no live run"):
         verify(dataclasses.replace(trace, baselines=()))
     base = trace.baselines[0]
+    assert (base.state["follow_rate"] == 0).any() and (base.state["ahead_rate"] == 0).any()  # looked up all the same
     for change in (
         {"settings": {**base.settings, "clock": -1}},
         {"settings": {**base.settings, "options": {}}},
@@ -235,6 +236,8 @@ def test_imported_traces_and_other_versions_are_not_verified(store, scheduler_of
         {"state": {**base.state, "num_free": base.state["num_free"] + 1}},
         {"state": {**base.state, "slot_of": base.state["slot_of"].astype(np.int64)}},
         {"state": {**base.state, "eviction": 7}},
+        {"state": {**base.state, "follower": np.full_like(base.state["follower"], 6)}},
+        {"state": {**base.state, "ahead": np.full_like(base.state["ahead"], 6)}},
         {"state": {name: value for name, value in base.state.items() if name != "heap"}},
     ):
         with pytest.raises(TraceError, match="cannot be used"):
