@@ -168,6 +168,10 @@ class PolicyConfig(_Section):
     learn_rates: bool = Field(
         default=False, description="let what lanes took move the rates that plans are made with (host device)"
     )
+    guard: bool = Field(
+        default=True,
+        description="compare splits with each single lane now and then, and keep the faster (host device)",
+    )
     background: bool = Field(
         default=True, description="these fills also bring what was missed of late, not hints alone"
     )

@@ -18,7 +18,8 @@ from trilane.cpu_kernels.float_env import call_exactly
 from trilane.cpu_kernels.host_workspace import Part, Workspace
 from trilane.cpu_kernels.jobs import ENDED, job_error, post_job, wait_job
 from trilane.cpu_kernels.words import Combine, DeviceJob, LinkJob, Publish, TeamJob
-from trilane.expert import CPU, Geometry
+from trilane.expert import CPU, STREAM, Geometry
+from trilane.guard import Guard, guard_step
 from trilane.host_step import CPU_NS, Tables, lay_out_step, point_rows, set_combine, set_publish
 from trilane.jit import compiled
 from trilane.journal import Journal, write_plan, write_wave
@@ -71,6 +72,8 @@ class Step(IntEnum):
     LINK_TICKET = 17
     DEVICE_TICKET = 18
     PLANNED = 19  # 1 once the plan has changed the state
+    GUARDED = 20  # 1 where the guard chose the lanes of its misses
+    SWITCHED = 21  # 1 once the guard has changed its mind: the caller tells, and clears it
     SIZE = 24
 
 
@@ -86,6 +89,7 @@ class HostStep(NamedTuple):
     geometry: Geometry
     options: Options
     work: Work
+    guard: Guard
     journal: Journal
     totals: np.ndarray
     counts: np.ndarray
@@ -221,6 +225,11 @@ def close_step(run):
         run.totals, run.journal, layer, step[Step.NUM_EXPERTS], step[Step.NUM_ROWS],
         run.geometry.num_shards[layer], run.lane_us, step_us, step[Step.PLAN_NS] / 1e3,
     )  # fmt: skip
+    if step[Step.GUARDED]:
+        missed = 0.0
+        for lane in range(STREAM, CPU + 1):
+            missed += run.work.lane_nbytes[lane]
+        step[Step.SWITCHED] |= guard_step(run.guard, missed, step_us)
     return DONE
 
 

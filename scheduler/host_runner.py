@@ -33,6 +33,7 @@ from trilane.cpu_kernels.words import LinkJob, Piece
 from trilane.errors import ConfigError, DeviceError, Problem
 from trilane.expert import CPU, HIT, STREAM, ZERO_COPY, Outcome, Plan
 from trilane.fill_budget import FillBudget
+from trilane.guarded import GuardedOptions
 from trilane.host_run import (
     DONE,
     FAILED,
@@ -51,7 +52,7 @@ from trilane.host_step import LINK_NS
 from trilane.host_tables import make_tables, store_geometry
 from trilane.journal import StoryEntry, expert_story, last_plan, make_journal
 from trilane.observed import make_observed, observe_lane, pass_step, scale_rates
-from trilane.plan import Options, make_work
+from trilane.plan import Options, make_work, single_lane_us
 from trilane.planner import abandon_step, plan_background, plan_fills
 from trilane.policy import empty_state, num_slots, policy_options
 from trilane.recorder import Recorder
@@ -123,7 +124,7 @@ class HostRunner:
         )
         self.device.start()
         self.tables = make_tables(store, self.device, isa)
-        self.options = policy_options(config)
+        self.options = self._own_options = policy_options(config)
         self.rates = [make_rates()] * store.num_layers  # of a probe: every lane is forced there
         self._work, self._fill_work = make_work(self.geometry), make_work(self.geometry)
         self._step = np.zeros(Step.SIZE, np.int64)
@@ -176,6 +177,7 @@ class HostRunner:
         self._lose_track()
         self.state = empty_state(self.config, self.geometry, self._num_slots)
         self.journal = make_journal(self.geometry)
+        self._guarded = GuardedOptions(self._own_options, enabled=self.config.policy.guard)
         self.totals = np.zeros(Total.SIZE)
         self.lane_us = np.zeros(3)
         self._step[Step.CLOCK] = 0
@@ -185,7 +187,8 @@ class HostRunner:
         """Put all arrays into the one argument of the compiled steps."""
         held = HostStep(
             self.tables, self.ws, self.grouping, self._grouping_address, self.state, self.geometry, self.options,
-            self._work, self.journal, self.totals, np.zeros(4, np.int64), self.lane_us, self._lanes, self._step,
+            self._work, self._guarded.guard, self.journal, self.totals, np.zeros(4, np.int64), self.lane_us,
+            self._lanes, self._step,
         )  # fmt: skip
         self._run = Stash(held)
 
@@ -204,11 +207,14 @@ class HostRunner:
         self._rate_stashes = stash_each(rates)  # layers of one kind share theirs
 
     def use_options(self, options: Options) -> Options:
-        """Plan with other options from now on; those used before."""
-        self._lose_track()
+        """Plan with other options from now on, without the guard unless they are the policy's; those used before."""
         before, self.options = self.options, options
-        self._run = Stash(self._run.held._replace(options=options))
+        self._plan_with(options)
         return before
+
+    def _plan_with(self, options: Options) -> None:
+        self._lose_track()
+        self._run = Stash(self._run.held._replace(options=options))
 
     @property
     def num_slots(self) -> int:
@@ -232,7 +238,8 @@ class HostRunner:
 
     def notes(self) -> dict[str, str]:
         """What is inactive on this device, with the reason."""
-        return {"pinned": "the host device needs no pinned memory"}
+        notes = {"pinned": "the host device needs no pinned memory"}
+        return notes | ({"split": self._guarded.note} if self._guarded.note else {})
 
     def num_slots_of(self, layer: int) -> int:
         """Slots of the pool that a layer's shards go to."""
@@ -279,6 +286,7 @@ class HostRunner:
         if self._group_step(self._run.address) < 0:
             return False
         self.settle_fills()
+        self._choose_options(step.layer)
         if self.recorder is not None:
             self.recorder.ready()
         self._open = True
@@ -310,10 +318,33 @@ class HostRunner:
             self.device.combine(self.ws, int(self._step[Step.NUM_ROWS]))
             self._close_step(self._run.address)
         self._open = False
+        if self._step[Step.GUARDED]:
+            self._look_at_guard()
         if self.config.policy.learn_rates:
             self._learn_rates()
         if self.options.background and self.state.num_wanted[0] + self.state.num_coming[0] > 0:
             self._start_background()
+
+    def _choose_options(self, layer: int) -> None:
+        """Plan this step with what the guard says."""
+        options, guarded = self._guarded.options_of(self.options, self._shards(layer), self.num_slots_of(layer))
+        self._step[Step.GUARDED] = guarded
+        if options is not self._run.held.options:
+            self._plan_with(options)
+
+    def _shards(self, layer: int) -> int:
+        return int(self._step[Step.NUM_EXPERTS] * self.geometry.num_shards[layer])
+
+    def _look_at_guard(self) -> None:
+        """Tell of a change of its mind, and begin its window where that is due."""
+        if self._step[Step.SWITCHED]:
+            self._step[Step.SWITCHED] = 0
+            self._guarded.tell()
+        if self._guarded.is_due:
+            layer, num_experts = int(self._step[Step.LAYER]), int(self._step[Step.NUM_EXPERTS])
+            rows, rates = self.grouping.rows, self.rates[layer]
+            us = single_lane_us(self.geometry, rates, layer, rows, num_experts, self._work)
+            self._guarded.begin_window(us, self._shards(layer), self.num_slots_of(layer))
 
     @property
     def step_us(self) -> float:
@@ -379,7 +410,11 @@ class HostRunner:
     def _look(self) -> tuple[dict[str, Any], list[Rates], State]:
         """All that plans depend on."""
         sections = self.config.model_dump(mode="json", include={"cache", "policy"})
-        settings = {"clock": int(self._step[Step.CLOCK]), "options": self.options._asdict(), "config": sections}
+        settings = {
+            "clock": int(self._step[Step.CLOCK]),
+            "options": self._run.held.options._asdict(),
+            "config": sections,
+        }
         return settings, self.rates, self.state
 
     def begin_request(self) -> None:
@@ -527,7 +562,11 @@ class HostRunner:
     # -------------------------------------------------------------------------------------------- looking
     def explain(self, layer: int) -> tuple[Plan, Outcome] | None:
         """The layer's last plan and outcome."""
-        return last_plan(self.journal, self.geometry, self.rates[layer], layer, self._work)
+        found = last_plan(self.journal, self.geometry, self.rates[layer], layer, self._work)
+        if found is None or not self._guarded.note:
+            return found
+        plan, outcome = found
+        return replace(plan, why=f"{plan.why}; {self._guarded.note}"), outcome
 
     def story(self, layer: int, expert: int) -> tuple[StoryEntry, ...]:
         """What happened to an expert lately."""

@@ -5,7 +5,7 @@ from plan_cases import H200
 from test_observed import Device, best_us
 
 from trilane.expert import STREAM
-from trilane.guard import FIRST_PERIOD, LONGEST_PERIOD, WINDOW, guard_step, guarded_lanes, make_guard
+from trilane.guard import FIRST_PERIOD, LONGEST_PERIOD, TURN, WINDOW, begin_window, guard_step, make_guard
 
 
 def test_a_split_that_costs_more_than_it_saves_is_left_and_taken_up_again():
@@ -31,9 +31,19 @@ def test_windows_become_rare_while_the_split_wins():
     assert tried <= 8 * WINDOW
 
 
-def test_only_allowed_lanes_and_steps_with_misses_count():
-    assert [guarded_lanes(make_guard(), lanes) for lanes in (2, 10, 14)] == [2, 10, 14]
-    guard = make_guard()
-    guard.lane[0] = STREAM
-    assert guarded_lanes(guard, 14) == 1 << STREAM and guarded_lanes(guard, 12) == 12
-    assert not guard_step(guard, STREAM, 0.0, 1.0) and guard.left[0] == FIRST_PERIOD
+def test_ways_take_turns_and_one_slow_step_of_either_proves_nothing():
+    guard, taken = make_guard(14), []
+    for step in range(FIRST_PERIOD + 1):
+        assert guard.lanes[0] == 14 and not guard_step(guard, 1.0, 1.0)
+        assert (guard.left[0] == 0) == (step >= FIRST_PERIOD - 1)  # and waits for its window
+    begin_window(guard, STREAM)
+    for step in range(WINDOW):
+        taken.append(int(guard.lanes[0]))
+        guard_step(guard, 2.0, 1000.0 if step in (0, 7) else 2.0)
+    assert taken == ([14] * TURN + [1 << STREAM] * TURN) * 2
+    assert guard.switches[0] == 0 and guard.lanes[0] == 14 and guard.left[0] == 2 * FIRST_PERIOD
+
+
+def test_steps_without_misses_do_not_count():
+    guard = make_guard(10)
+    assert not guard_step(guard, 0.0, 1.0) and guard.left[0] == FIRST_PERIOD

@@ -6,7 +6,7 @@ from plan_cases import H200
 
 from trilane.cost import Loads, cpu_us, step_us, stream_us
 from trilane.expert import CPU, HIT, STREAM, ZERO_COPY, make_geometry
-from trilane.guard import guard_step, guarded_lanes, make_guard
+from trilane.guard import begin_window, guard_step, make_guard
 from trilane.observed import (
     FORGET_AFTER,
     MOST,
@@ -29,13 +29,13 @@ class Device:
 
     def __init__(self, believed, *, learns=True, guards=False, quarrels=False):
         self.believed, self.learns = believed, learns
-        self.observed, self.guard = make_observed(), make_guard() if guards else None
+        self.observed, self.guard = make_observed(), make_guard(BOTH.lanes) if guards else None
         self.rates, self.quarrels = believed, quarrels
         self.state, self.work, self.clock = make_state(GEOMETRY, 60), make_work(GEOMETRY), 0
 
     def step(self, true, spike=1.0):
         """The step's true us."""
-        options = BOTH if self.guard is None else BOTH._replace(lanes=guarded_lanes(self.guard, BOTH.lanes))
+        options = BOTH if self.guard is None else BOTH._replace(lanes=int(self.guard.lanes[0]))
         ids = ((self.clock * 4 + np.arange(4)) % 64).astype(np.int32)  # round all experts: nothing is resident
         plan_layer(
             self.state, GEOMETRY, self.rates, options, 0, ids, np.ones(4, np.int32), 4, self.clock, self.work
@@ -49,7 +49,9 @@ class Device:
             us *= 3.0
         if self.guard is not None:
             missed = loads.stream_nbytes + loads.cpu_nbytes
-            guard_step(self.guard, STREAM, missed, us)
+            guard_step(self.guard, missed, us)
+            if self.guard.left[0] == 0:
+                begin_window(self.guard, STREAM)
         return us
 
     def learn(self, true, loads, spike):
