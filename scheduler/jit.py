@@ -5,11 +5,13 @@ be built with fast-math or with a stale helper. The file is a leaf: it knows no 
 both sides may import it.
 
 Numba's own cache looks at the file of the cached function alone, so an edit of a helper in another file would
-go unnoticed. Ours is stamped with a hash of that file and of every file of the package that it imports.
+go unnoticed. Ours is stamped with a hash of that file and of every file of the package that it imports; code of other
+versions stays beside it until nobody has used it for KEPT_DAYS.
 """
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import hashlib
 import logging
@@ -35,6 +37,7 @@ FLAGS = {"nogil": True, "fastmath": False, "error_model": "numpy"}
 
 
 PACKAGE = "trilane"
+KEPT_DAYS = 60  # that compiled code is kept after its last use
 NOTICE_S = 2.0  # seconds of compiling after which the log says what takes so long
 log = logging.getLogger(PACKAGE)
 _IMPORT = re.compile(r"^[ \t]*(?:from[ \t]+([\w.]+)[ \t]+)?import[ \t]+(\([^)]*\)|[^\n]*)", re.MULTILINE)
@@ -175,7 +178,22 @@ class _PackageCacheImpl(caching.CompileResultCacheImpl):
 
 class _KeyedCacheFile(caching.IndexDataCacheFile):
     """Names a data file by what it holds. Numba numbers them, and two processes that save different functions
-    of one factory at the same time take the same number: later, one kernel would be loaded for the other."""
+    of one factory at the same time take the same number: later, one kernel would be loaded for the other.
+
+    The index has the versions of sources and compiler in its name: with one name for all, two environments of one
+    user would write over each other's and compile at every start.
+    """
+
+    def __init__(self, cache_path: str, filename_base: str, source_stamp: str) -> None:
+        version = hashlib.blake2b(f"{numba.__version__} {source_stamp}".encode(), digest_size=6).hexdigest()
+        super().__init__(cache_path, f"{filename_base}.{version}", source_stamp)
+
+    def load(self, key: Any) -> Any:
+        found = super().load(key)
+        if found is not None:
+            with contextlib.suppress(OSError):
+                os.utime(self._index_path)  # still of use: see `prune_cache`
+        return found
 
     def save(self, key: Any, data: Any) -> None:
         text = repr((self._source_stamp, key)).encode()
@@ -193,6 +211,30 @@ class _KeyedCacheFile(caching.IndexDataCacheFile):
             raise
         except Exception:  # unpickling may raise anything; what is not found is compiled and written anew
             return {}
+
+
+def prune_cache(folder: Path, *, before_s: float) -> int:
+    """Delete compiled code that was last used before this time (s since the epoch); files deleted."""
+    old, known = set(), set()
+    with contextlib.suppress(OSError), os.scandir(folder) as entries:
+        for entry in entries:
+            known.add(entry.name)
+            if entry.is_file() and entry.stat().st_mtime < before_s:
+                old.add(entry.name)
+    deleted = 0
+    for name in old:
+        index = name if name.endswith(".nbi") else f"{name.rsplit('.', 2)[0]}.nbi"
+        if index in known and index not in old:
+            continue  # data of an index that is in use
+        with contextlib.suppress(OSError):
+            os.unlink(folder / name)
+            deleted += 1
+    return deleted
+
+
+@functools.cache
+def _prune_once(folder: Path) -> None:
+    prune_cache(folder, before_s=time.time() - KEPT_DAYS * 86_400)
 
 
 class _PackageCache(caching.FunctionCache):
@@ -218,6 +260,7 @@ class _PackageCache(caching.FunctionCache):
         self._notice.end(time.perf_counter())
         try:
             super().save_overload(sig, data)
+            _prune_once(cache_folder())
         except OSError as error:  # a full disk, say, costs the next process its time and this one nothing
             _warn_not_kept(str(cache_folder()), error.strerror or str(error))
 
