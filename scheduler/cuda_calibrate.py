@@ -15,11 +15,10 @@ from dataclasses import replace
 from trilane.calibrate import Calibration, Skipped, compile_timer
 from trilane.cpu_kernels.formats import FORMATS
 from trilane.cuda_bench import BASE_PROBES, Bench, GpuProbe, measure_rates, open_bench
-from trilane.cuda_errors import device_errors
+from trilane.cuda_errors import device_errors, open_gpu
 from trilane.cuda_machine import cuda_machine
 from trilane.cuda_probe import with_fields
 from trilane.errors import DeviceError, ProbeError
-from trilane.gpu_kernels import driver as gpu_driver
 from trilane.gpu_kernels.build import READER, Variant
 from trilane.gpu_kernels.driver import Driver
 from trilane.profile import MachineProfile
@@ -27,18 +26,6 @@ from trilane.profile import MachineProfile
 #: In the order in which they are measured: rates of those for which there is no time stay unknown.
 ORDER = ("q4_k", "mxfp4", "q8_0", "q6_k", "bf16", "f16", "f32")
 FULL_S, QUICK_S = 12.0, 2.0  # no further format that would end later, compilers not counted
-
-
-def open_gpu() -> Driver:
-    """The driver of the first visible GPU.
-
-    Raises
-    ------
-    DeviceError
-        There is none, or it cannot be used.
-    """
-    with device_errors():
-        return gpu_driver.CudaDriver()
 
 
 def calibrate_gpu(

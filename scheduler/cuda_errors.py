@@ -1,4 +1,4 @@
-"""Errors of the CUDA device as public ones: of the driver, the compiler, the GPU's error words, and its threads."""
+"""The GPU's driver, and public errors for those of the driver, the compiler, the GPU's error words and its threads."""
 
 from __future__ import annotations
 
@@ -7,7 +7,8 @@ from collections.abc import Iterator
 
 from trilane.cuda_words import Failure
 from trilane.errors import DeviceError, RoutingError, WorkerError
-from trilane.gpu_kernels.driver import DriverError, DriverMissing
+from trilane.gpu_kernels import driver as gpu_driver
+from trilane.gpu_kernels.driver import Driver, DriverError, DriverMissing
 from trilane.gpu_kernels.nvrtc import CompileError, CompilerMissing
 
 
@@ -20,6 +21,18 @@ def device_errors() -> Iterator[None]:
         raise DeviceError(str(error)) from error
     except (DriverError, CompileError, CompilerMissing) as error:
         raise DeviceError(f"device 'cuda': {error}") from error
+
+
+def open_gpu() -> Driver:
+    """The driver of the first visible GPU.
+
+    Raises
+    ------
+    DeviceError
+        There is none, or it cannot be used.
+    """
+    with device_errors():
+        return gpu_driver.CudaDriver()
 
 
 def failure_error(failure: Failure, status: int, stall_s: float) -> WorkerError:

@@ -26,6 +26,7 @@ from trilane import (
     cuda_beside,
     cuda_calibrate,
     cuda_copies,
+    cuda_errors,
     cuda_probe,
     cuda_step_probe,
 )
@@ -49,7 +50,7 @@ def played(monkeypatch):
         made.append(PlayedDriver())
         return made[-1]
 
-    for module in (trilane.cuda_runner, cuda_calibrate.gpu_driver):
+    for module in (trilane.cuda_runner, cuda_errors.gpu_driver):
         monkeypatch.setattr(module, "CudaDriver", make)
     small = {
         cuda_bench: dict(SHAPE=StepShape(256, 256), STORE_NBYTES=1, QUICK_STORE_NBYTES=1, MOST_STORE_NBYTES=1,
@@ -272,7 +273,7 @@ def test_without_a_gpu_only_the_host_is_measured(quick_parts, monkeypatch):
     def missing():
         raise DriverMissing("device 'cuda': NVIDIA's driver library was not found")
 
-    monkeypatch.setattr(cuda_calibrate.gpu_driver, "CudaDriver", missing)
+    monkeypatch.setattr(cuda_errors.gpu_driver, "CudaDriver", missing)
     assert "cuda" not in json.loads(probe("--json")) and "not measured" not in probe()
     result = CliRunner().invoke(app, ["probe", "--device", "cuda"])
     assert isinstance(result.exception, DeviceError)

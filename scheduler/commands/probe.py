@@ -56,7 +56,7 @@ def probe(
 
 def _devices(device: str) -> list[str]:
     """What to measure, in order; DeviceError where a GPU is asked for by name and there is none."""
-    from trilane.cuda_calibrate import open_gpu
+    from trilane.cuda_errors import open_gpu
     from trilane.errors import DeviceError
     from trilane.gpu_kernels.driver import DriverMissing
 
@@ -88,13 +88,14 @@ def _targets(names: list[str], output: Path | None) -> dict[str, Path | None]:
 def _measure(name: str, names: list[str], quick: bool, report: Report | None) -> Calibration | str:
     """One device's calibration; or why a GPU has none, where the host has one."""
     from trilane.calibrate import calibrate
-    from trilane.cuda_calibrate import calibrate_gpu
     from trilane.errors import TrilaneError
 
     alone = len(names) == 1
     if name == "host":
         most_s = None if alone else QUICK_HOST_S if quick else HOST_S
         return calibrate(quick=quick, on_progress=_part(report, 0.0, 1.0 if alone else HOST_PART), most_s=most_s)
+    from trilane.cuda_calibrate import calibrate_gpu
+
     try:
         return calibrate_gpu(quick=quick, on_progress=_part(report, 0.0 if alone else HOST_PART, 1.0))
     except TrilaneError as error:
