@@ -286,9 +286,7 @@ class Config(BaseModel):
     host_device: HostDeviceConfig = Field(default_factory=HostDeviceConfig, description="rates to play")
     profile: ProfileConfig = Field(default_factory=ProfileConfig, description="the machine profile")
     record: RecordConfig = Field(default_factory=RecordConfig, description="what is written down")
-    warm_start: WarmStartConfig = Field(
-        default_factory=WarmStartConfig, description="what the next start takes over"
-    )
+    warm_start: WarmStartConfig = Field(default_factory=WarmStartConfig, description="what the next start takes over")
 
     def __init__(self, /, **sections: Any) -> None:
         try:

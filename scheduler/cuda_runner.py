@@ -248,7 +248,8 @@ class CudaRunner:
 
     def notes(self) -> dict[str, str]:
         """What is less than was asked for, and why; for ``stats``."""
-        return dict(self.device.notes)
+        asked = self.config.warm_start.enabled
+        return self.device.notes | ({"warm_start": "slots on a GPU are not taken over yet"} if asked else {})
 
     def inject_fault(self, fault: Fault) -> None:
         """The one seam for faults, for tests."""
@@ -258,6 +259,11 @@ class CudaRunner:
     def record(self, path: Path | str) -> None:
         """Refused: plans are made by a thread without an interpreter, and are not recorded yet."""
         raise DeviceError(f"record.path is {str(path)!r}, but steps on a GPU cannot be recorded yet; leave it out")
+
+    warm_shards = 0  # slots are not taken over from the run before yet
+
+    def save_warm_start(self) -> None:
+        """Nothing is kept of steps on a GPU yet."""
 
     def begin_request(self) -> None:
         """Nothing to note of a request: steps are not recorded, and totals are counted anyway."""

@@ -50,17 +50,16 @@ class WarmFile:
     model: str
     machine: str
 
-    def load(self, geometry: Geometry) -> HotSet:
-        """What was saved.
+    def load(self, geometry: Geometry) -> HotSet | None:
+        """What was saved; None where there is no file.
 
         Raises
         ------
         Unusable
-            There is no file, or it cannot be used.
         """
         try:
             if not self.path.exists():
-                raise Unusable("nothing is saved yet")
+                return None
             if not self.path.is_file():  # reading a pipe could wait for ever
                 raise Unusable("it is no regular file")
             with open(self.path, "rb") as file:
@@ -109,7 +108,7 @@ def model_digest(store: ExpertStore) -> str:
 def encode(hot: HotSet, model: str, machine: str) -> bytes:
     """A hot set as it stands in a file."""
     values = {"model": model, "machine": machine, "half_life_steps": hot.half_life_steps, "profile": hot.profile}
-    arrays = {"resident": np.packbits(hot.is_resident), "worth": hot.worth} | hot.followers
+    arrays: dict[str, np.ndarray] = {"resident": np.packbits(hot.is_resident), "worth": hot.worth, **hot.followers}
     if hot.factors is not None:
         arrays["factors"] = hot.factors
     payload = pack_arrays(values, arrays)

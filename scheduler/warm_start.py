@@ -8,6 +8,7 @@ who copies the bytes, the runner knows.
 from __future__ import annotations
 
 import hashlib
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -182,7 +183,7 @@ def _scores(hot: HotSet, state: State, half_life_steps: float) -> NDArray[np.flo
 
 def _certain(half_life_steps: float) -> float:
     """Uses of late of an expert that every pass uses: what worth is measured against if the half life changes."""
-    return float(1.0 / -np.expm1(-np.log(2.0) / half_life_steps))
+    return -1.0 / math.expm1(-math.log(2.0) / half_life_steps)
 
 
 def _build_heaps(state: State, geometry: Geometry) -> None:

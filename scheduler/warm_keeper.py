@@ -1,0 +1,106 @@
+"""One scheduler's warm start from its begin to its end: asks the file, says in the log what came of it, saves.
+
+What cannot be loaded or saved costs a cold start, and never more: it is logged once, told by ``stats``, and the
+scheduler goes on. The runner copies the bytes.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+
+from trilane.config import Config
+from trilane.cost import Rates
+from trilane.expert import Geometry
+from trilane.observed import Observed
+from trilane.state import State
+from trilane.warm_file import WarmFile
+from trilane.warm_start import HotSet, Unusable, WarmState, rates_name, take_hot_set, warm_state
+
+log = logging.getLogger("trilane")
+
+
+class WarmKeeper:
+    """Loads and saves for one scheduler; does nothing until `begin`.
+
+    Attributes
+    ----------
+    num_shards : int
+        Shards that were taken over.
+    notes : dict of str to str
+        Why nothing is taken over or saved, for ``stats``.
+    """
+
+    def __init__(self, config: Config) -> None:
+        self.num_shards = 0
+        self.notes: dict[str, str] = {}
+        self._half_life, self._learns = config.cache.half_life_steps, config.policy.learn_rates
+        self._file: WarmFile | None = None
+        self._hot: HotSet | None = None
+        self._pid, self._start = os.getpid(), 0.0
+
+    def begin(self, file: WarmFile) -> None:
+        """Load from and save to this file from now on."""
+        self._file, self._start = file, time.perf_counter()
+
+    def load(self, empty: State, geometry: Geometry) -> WarmState | None:
+        """An empty state with what was saved in its slots; None where there is nothing to be used."""
+        assert self._file is not None
+        try:
+            hot = self._file.load(geometry)
+            if hot is None:
+                log.info("warm start: nothing is saved yet in %s", self._file.path)
+                self.notes["warm_start"] = f"nothing was saved yet in {self._file.path}"
+                return None
+            found = warm_state(hot, empty, geometry, self._half_life)
+        except Unusable as error:
+            self._warn(f"{self._file.path} cannot be used: {error}")
+            return None
+        self._hot = hot
+        return found
+
+    def recall(self, observed: Observed, profiled: Sequence[Rates]) -> bool:
+        """Put back what was learned of these rates; False where there is nothing. It is what a start asks for last."""
+        hot, self._hot = self._hot, None
+        if not self._learns or hot is None or hot.factors is None:
+            return False
+        if hot.profile != rates_name(profiled):
+            log.info("warm start: the rates that were learned are of another profile, and begin anew")
+            return False
+        observed.factor[:] = observed.used[:] = hot.factors
+        return True
+
+    def tell(self, geometry: Geometry, warm: WarmState) -> None:
+        """Say what was taken over, and what that took."""
+        assert self._file is not None and self._hot is not None
+        self.num_shards, saved = len(warm.shards), int(self._hot.is_resident.sum())
+        layer = np.searchsorted(geometry.first_shard, warm.shards, side="right") - 1
+        inner = (warm.shards - geometry.first_shard[layer]) % geometry.num_shards[layer]
+        megabytes = geometry.shard_nbytes[layer, inner].sum() / 1e6
+        seconds = time.perf_counter() - self._start
+        log.info(
+            "warm start: %d of %d shards (%.1f MB) are in slots again after %.2f s, from %s",
+            self.num_shards, saved, megabytes, seconds, self._file.path,
+        )  # fmt: skip
+
+    def save(self, state: State, geometry: Geometry, profiled: Sequence[Rates], observed: Observed) -> Path | None:
+        """Save, unless no step was run (the file is not worse then) or this is a forked child; the file, or None."""
+        if self._file is None or os.getpid() != self._pid or state.clock[0] == 0:
+            return None
+        try:
+            learned = observed if self._learns else None
+            self._file.save(take_hot_set(state, geometry, self._half_life, profiled, learned))
+        except OSError as error:
+            self._warn(f"{self._file.path} cannot be written ({error.strerror or error}): the next start is colder")
+            return None
+        return self._file.path
+
+    def _warn(self, reason: str) -> None:
+        if self.notes.get("warm_start") != reason:
+            log.warning("warm start: %s", reason)
+        self.notes["warm_start"] = reason
