@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import logging
 import os
 import random
@@ -51,9 +52,9 @@ def path(tmp_path):
 def warm(store, scheduler_of, path):
     """Opens schedulers that load from and save to one file."""
 
-    def open_one(store=store, **sections):
+    def open_one(store=store, rates=None, **sections):
         sections.setdefault("cache", {}).setdefault("slots", 20)
-        return scheduler_of(store, **({"warm_start": {"enabled": True, "path": path}} | sections))
+        return scheduler_of(store, rates, **({"warm_start": {"enabled": True, "path": path}} | sections))
 
     return open_one
 
@@ -63,14 +64,14 @@ def left(warm):
     """What a run of 90 steps left behind: its state and what was in its slots when it was closed."""
     scheduler = warm()
     drive(scheduler, 90)
-    scheduler.close()
+    end(scheduler)
     return scheduler._runner
 
 
-def geometry_of(store):
-    from trilane.host_tables import store_geometry
-
-    return store_geometry(store)
+def end(scheduler):
+    """Close it with no fill under way, which would be in no slot yet."""
+    scheduler._runner.settle_fills(let_end=True)
+    scheduler.close()
 
 
 def residents(runner):
@@ -98,10 +99,8 @@ def assert_slots_hold(runner):
         expert, j = divmod(shard - int(geometry.first_shard[layer]), int(geometry.num_shards[layer]))
         layout = store.layers[layer].layout
         start, nbytes = int(layout.shard_offset[j]), int(layout.shard_nbytes[j])
-        held = np.ctypeslib.as_array(
-            (np.ctypeslib.ctypes.c_uint8 * nbytes).from_address(runner.tables.slot_address[slot])
-        )
-        np.testing.assert_array_equal(held, store.expert_bytes(layer, expert)[start : start + nbytes])
+        held = ctypes.string_at(int(runner.tables.slot_address[slot]), nbytes)
+        assert held == store.expert_bytes(layer, expert)[start : start + nbytes].tobytes()
 
 
 # --------------------------------------------------------------------------------------------- what is kept
@@ -127,7 +126,7 @@ def test_the_same_slots_hold_the_same_shards_again(warm, left, path, caplog):
 def test_another_eviction_keeps_the_slots_and_the_order(warm, before, after):
     scheduler = warm(cache={"slots": 20, "eviction": before})
     drive(scheduler, 60)
-    scheduler.close()
+    end(scheduler)
     old, scheduler = scheduler._runner, warm(cache={"slots": 20, "eviction": after})
     new = scheduler._runner
     assert residents(new) == residents(old)
@@ -169,7 +168,7 @@ def test_one_pool_a_layer_keeps_what_fits_of_each_layer(warm, left, slots):
         assert {s for s in residents(runner) if first <= s < stop} == set(had[: runner.num_slots_of(layer)])
     assert_slots_hold(runner)
     drive(scheduler, 60, seed=3)
-    scheduler.close()
+    end(scheduler)
     again = warm(cache={"slots": slots})._runner
     assert residents(again) == residents(runner)
 
@@ -263,7 +262,9 @@ def test_learned_rates_go_on_where_they_were(warm, tmp_path, caplog):
     drive(scheduler, 30, seed=1)
     scheduler.close()
     assert verify(read_trace(trace)).differences == ()
-    assert warm()._runner.rates[0] == profiled  # they are not followed unless that is asked for
+    assert (
+        warm()._runner.rates[0].cpu_us_per_byte == profiled.cpu_us_per_byte
+    )  # they are not followed unless that is asked for
     with caplog.at_level(logging.INFO, "trilane"):
         other = warm(policy=policy, rates={"cpu": 3.0})._runner
     assert (other._observed.factor == 1).all() and "of another profile" in caplog.text
@@ -375,7 +376,7 @@ def fresh_state(runner, **cache):
     from trilane.policy import empty_state
 
     made = runner.config.cache.model_copy(update=cache)
-    return empty_state(runner.config.config.model_copy(update={"cache": made}), runner.geometry, runner.num_slots)
+    return empty_state(runner.config.model_copy(update={"cache": made}), runner.geometry, runner.num_slots)
 
 
 @pytest.mark.parametrize(
@@ -408,12 +409,8 @@ def test_each_claim_is_checked(left, change):
 
 def test_extreme_but_allowed_worth_is_harmless(left):
     hot = take_hot_set(left.state, left.geometry, HALF_LIFE)
-    for worth, saved, here in (
-        (2.0**64, 1e300, 1e-300),
-        (2.0**64, 5e-324, 1e10),
-        (0.0, 16.0, 16.0),
-        (5e-324, 1e308, 2.0),
-    ):
+    cases = ((2.0**64, 1e300, 1e-300), (2.0**64, 5e-324, 1e10), (0.0, 16.0, 16.0), (5e-324, 1e308, 2.0))
+    for worth, saved, here in cases:
         extreme = replace(hot, worth=np.full_like(hot.worth, worth), half_life_steps=saved)
         for eviction in EVICTIONS:
             made = warm_state(extreme, fresh_state(left, eviction=eviction), left.geometry, here)
@@ -448,8 +445,7 @@ def test_saving_now_and_with_a_step_in_flight(warm, path):
     ticket = scheduler.submit(0, np.ones((1, 256), np.float32), [[0, 1]], [[0.5, 0.5]])
     assert scheduler.save_warm_start() == path
     scheduler.wait(ticket)
-    before = residents(scheduler._runner)
-    assert residents(warm()._runner) <= before
+    assert_slots_hold(warm()._runner)
 
 
 @pytest.mark.parametrize("problem", ["no folder", "full"])
@@ -503,6 +499,7 @@ from trace_cases import drive
 store = random_store("q8_0", layers=3, experts=6, hidden=256, intermediate=544)
 scheduler = open_scheduler(store, cache={{"slots": 20}}, warm_start={{"enabled": True, "path": {path!r}}})
 drive(scheduler, 30)
+scheduler._runner.settle_fills(let_end=True)
 print("ready", flush=True)
 """
 SAVES = """
@@ -512,11 +509,8 @@ while True:
 
 
 def program(path, then=""):
-    return [
-        sys.executable,
-        "-c",
-        textwrap.dedent(PROGRAM.format(tests=str(Path(__file__).parent), path=str(path))) + then,
-    ]
+    code = textwrap.dedent(PROGRAM.format(tests=str(Path(__file__).parent), path=str(path)))
+    return [sys.executable, "-c", code + then]
 
 
 def test_a_program_that_ends_without_close_saves(path, left, warm):
