@@ -255,7 +255,8 @@ class WarmStartConfig(_Section):
         default=False, description="save the hot experts at the end, and begin with those of the run before"
     )
     path: File | None = Field(
-        default=None, description="file that they are kept in; null: one for each model and machine, in the user's cache folder"
+        default=None,
+        description="file that they are kept in; null: one for each model and machine, in the user's cache folder",
     )
 
 
