@@ -177,10 +177,8 @@ class ExpertScheduler:
 
     def _warm_up(self) -> None:
         """Take over what the run before left; a recording begins with it in its baseline."""
-        if self._steps is not None:
-            log.warning("warm start: slots on a GPU are not taken over yet; leave warm_start.enabled out there")
-            return
-        self._runner.warm_up(warm_file(self.config, self.store, this_machine()))
+        machine = this_machine() if self._steps is None else self._steps.machine()
+        self._runner.warm_up(warm_file(self.config, self.store, machine))
 
     # ------------------------------------------------------------------------------------------- running
     def forward(

@@ -536,7 +536,7 @@ class HostRunner:
 
     def warm_up(self, file: WarmFile) -> None:
         """Take over what the run before left in the file, as much as fits, and leave it there anew at the end."""
-        self._warm.begin(file)
+        self._warm.begin(file, int(self.state.clock[0]))
         found = self._warm.load(empty_state(self.config, self.geometry, self._num_slots), self.geometry)
         if found is not None:
             self._lose_track()
@@ -544,7 +544,7 @@ class HostRunner:
             self.state = found.state
             self._bind()
             self._warm.tell(self.geometry, found)
-        if self._warm.recall(self._observed, self._profiled):
+        if self.config.policy.learn_rates and self._warm.recall(self._observed, self._profiled):
             kept: dict[int, Rates] = {}
             self._use_rates([kept.setdefault(id(one), scale_rates(one, self._observed)) for one in self._profiled])
 
@@ -561,7 +561,8 @@ class HostRunner:
 
     def save_warm_start(self) -> Path | None:
         """Keep what the next start should take over; the file, or None if nothing was kept."""
-        return self._warm.save(self.state, self.geometry, self._profiled, self._observed)
+        learned = (self._profiled, self._observed) if self.config.policy.learn_rates else ()
+        return self._warm.save(self.state, self.geometry, *learned)
 
     # -------------------------------------------------------------------------------------------- looking
     def explain(self, layer: int) -> tuple[Plan, Outcome] | None:

@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
+from numpy.typing import NDArray
 
 from trilane.config import Config
 from trilane.cost import Rates
@@ -20,7 +21,7 @@ from trilane.expert import Geometry
 from trilane.observed import Observed
 from trilane.state import State
 from trilane.warm_file import WarmFile
-from trilane.warm_start import HotSet, Unusable, WarmState, rates_name, take_hot_set, warm_state
+from trilane.warm_start import Unusable, WarmState, rates_name, take_hot_set, warm_state
 
 log = logging.getLogger("trilane")
 
@@ -39,14 +40,21 @@ class WarmKeeper:
     def __init__(self, config: Config) -> None:
         self.num_shards = 0
         self.notes: dict[str, str] = {}
-        self._half_life, self._learns = config.cache.half_life_steps, config.policy.learn_rates
+        self._half_life = config.cache.half_life_steps
         self._file: WarmFile | None = None
-        self._hot: HotSet | None = None
-        self._pid, self._start = os.getpid(), 0.0
+        self._pid, self._clock, self._start = os.getpid(), 0, 0.0
+        self._num_saved = 0  # shards in the file
+        self._factors: NDArray[np.float64] | None = None  # learned by the run before
+        self._profile = ""
 
-    def begin(self, file: WarmFile) -> None:
-        """Load from and save to this file from now on."""
-        self._file, self._start = file, time.perf_counter()
+    @property
+    def is_on(self) -> bool:
+        """Whether anything is loaded and saved."""
+        return self._file is not None
+
+    def begin(self, file: WarmFile, clock: int) -> None:
+        """Load from and save to this file from now on; a state whose clock is still that one is not saved."""
+        self._file, self._clock, self._start = file, clock, time.perf_counter()
 
     def load(self, empty: State, geometry: Geometry) -> WarmState | None:
         """An empty state with what was saved in its slots; None where there is nothing to be used."""
@@ -61,39 +69,40 @@ class WarmKeeper:
         except Unusable as error:
             self._warn(f"{self._file.path} cannot be used: {error}")
             return None
-        self._hot = hot
+        self._num_saved = int(hot.is_resident.sum())
+        self._factors, self._profile = hot.factors, hot.profile
         return found
 
     def recall(self, observed: Observed, profiled: Sequence[Rates]) -> bool:
-        """Put back what was learned of these rates; False where there is nothing. It is what a start asks for last."""
-        hot, self._hot = self._hot, None
-        if not self._learns or hot is None or hot.factors is None:
+        """Put back what was learned of these rates; False where there is nothing."""
+        if self._factors is None:
             return False
-        if hot.profile != rates_name(profiled):
+        if self._profile != rates_name(profiled):
             log.info("warm start: the rates that were learned are of another profile, and begin anew")
             return False
-        observed.factor[:] = observed.used[:] = hot.factors
+        observed.factor[:] = observed.used[:] = self._factors
         return True
 
     def tell(self, geometry: Geometry, warm: WarmState) -> None:
         """Say what was taken over, and what that took."""
-        assert self._file is not None and self._hot is not None
-        self.num_shards, saved = len(warm.shards), int(self._hot.is_resident.sum())
+        assert self._file is not None
+        self.num_shards = len(warm.shards)
         layer = np.searchsorted(geometry.first_shard, warm.shards, side="right") - 1
         inner = (warm.shards - geometry.first_shard[layer]) % geometry.num_shards[layer]
         megabytes = geometry.shard_nbytes[layer, inner].sum() / 1e6
         seconds = time.perf_counter() - self._start
         log.info(
             "warm start: %d of %d shards (%.1f MB) are in slots again after %.2f s, from %s",
-            self.num_shards, saved, megabytes, seconds, self._file.path,
+            self.num_shards, self._num_saved, megabytes, seconds, self._file.path,
         )  # fmt: skip
 
-    def save(self, state: State, geometry: Geometry, profiled: Sequence[Rates], observed: Observed) -> Path | None:
-        """Save, unless no step was run (the file is not worse then) or this is a forked child; the file, or None."""
-        if self._file is None or os.getpid() != self._pid or state.clock[0] == 0:
+    def save(
+        self, state: State, geometry: Geometry, profiled: Sequence[Rates] = (), learned: Observed | None = None
+    ) -> Path | None:
+        """Save, unless no step was run (what is there is no worse) or this is a forked child; the file, or None."""
+        if self._file is None or os.getpid() != self._pid or state.clock[0] == self._clock:
             return None
         try:
-            learned = observed if self._learns else None
             self._file.save(take_hot_set(state, geometry, self._half_life, profiled, learned))
         except OSError as error:
             self._warn(f"{self._file.path} cannot be written ({error.strerror or error}): the next start is colder")

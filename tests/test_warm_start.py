@@ -17,12 +17,14 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from expert_cases import assert_same_bits, open_scheduler, random_store
+from expert_cases import assert_same_bits, expected, open_scheduler, random_routing, random_store
 from numba import config
+from played_driver import PlayedDriver
 from test_trace_file import mutated
 from trace_cases import drive
 
-from trilane import ExpertStore, calibrate
+from trilane import ExpertStore, WorkerError, calibrate
+from trilane.cuda_words import Control, Fault
 from trilane.profile import Machine
 from trilane.profile_cache import machine_name
 from trilane.state import check
@@ -89,8 +91,9 @@ def expert_of(geometry, shard):
     return int(geometry.first_expert[layer] + (shard - geometry.first_shard[layer]) // geometry.num_shards[layer])
 
 
-def assert_slots_hold(runner):
+def assert_slots_hold(runner, addresses=None):
     """Every slot has the bytes of the shard that the state says."""
+    addresses = runner.tables.slot_address if addresses is None else addresses
     geometry, store = runner.geometry, runner.store
     for slot, shard in enumerate(runner.state.owner.tolist()):
         if shard < 0:
@@ -99,7 +102,7 @@ def assert_slots_hold(runner):
         expert, j = divmod(shard - int(geometry.first_shard[layer]), int(geometry.num_shards[layer]))
         layout = store.layers[layer].layout
         start, nbytes = int(layout.shard_offset[j]), int(layout.shard_nbytes[j])
-        held = ctypes.string_at(int(runner.tables.slot_address[slot]), nbytes)
+        held = ctypes.string_at(int(addresses[slot]), nbytes)
         assert held == store.expert_bytes(layer, expert)[start : start + nbytes].tobytes()
 
 
@@ -540,7 +543,92 @@ def test_killed_and_simultaneous_saves_leave_a_whole_file(store, left, path):
     assert reads > 50
 
 
-def test_a_gpu_says_that_it_takes_nothing_over(played, store, path, caplog):
-    scheduler = played(store, cache={"slots": 20}, warm_start={"enabled": True, "path": path})
-    assert "on a GPU" in refusal(scheduler) and "on a GPU" in caplog.text
-    assert scheduler.save_warm_start() is None and scheduler.stats().warm_shards == 0
+# ------------------------------------------------------------------------------------------------ on a GPU
+@pytest.fixture
+def on_gpu(played, store, path):
+    """Opens schedulers on played GPUs that load from and save to one file."""
+
+    def open_one(driver=None, **sections):
+        sections.setdefault("cache", {}).setdefault("slots", 20)
+        return played(store, driver, **({"warm_start": {"enabled": True, "path": path}} | sections))
+
+    return open_one
+
+
+def steps_on_gpu(scheduler, steps=12, seed=1):
+    """Random steps, each compared with the reference."""
+    rng, store = np.random.default_rng(seed), scheduler.store
+    for step in range(steps):
+        layer = step % store.num_layers
+        x = rng.standard_normal((2, store.hidden)).astype(np.float32)
+        ids, weights = random_routing(rng, 2, 2, store.layers[layer].num_experts)
+        assert_same_bits(scheduler.forward(layer, x, ids, weights), expected(store, layer, x, ids, weights))
+
+
+def assert_gpu_slots_hold(runner):
+    """Every slot has the bytes of the shard that the state says, and the GPU's table says the same."""
+    device, table = runner.device, np.empty_like(runner.state.slot_of)
+    runner.driver.to_host(table.ctypes.data, device.address["table"], table.nbytes, device.work_stream)
+    runner.driver.synchronize()
+    np.testing.assert_array_equal(table, runner.state.slot_of)
+    assert_slots_hold(runner, device.slots + device.slot_nbytes * np.arange(runner.num_slots))
+
+
+@pytest.mark.parametrize("eviction, slots", [("predicted", 20), ("lru", 13), ("decayed_frequency", 40)])
+def test_a_gpu_takes_over_what_fits(on_gpu, eviction, slots):
+    first = on_gpu(cache={"slots": 20, "eviction": eviction})
+    assert "nothing was saved" in refusal(first)
+    steps_on_gpu(first)
+    before = residents(first._runner)
+    first.close()
+    scheduler = on_gpu(cache={"slots": slots, "eviction": eviction})
+    runner, stats = scheduler._runner, scheduler.stats()
+    assert residents(runner) <= before and len(residents(runner)) == min(slots, len(before)) == stats.warm_shards
+    assert (stats.steps, stats.fills) == (0, 0) and "warm_start" not in stats.inactive
+    assert_gpu_slots_hold(runner)
+    steps_on_gpu(scheduler, seed=2)
+    assert scheduler.save_warm_start() is not None
+
+
+def test_hits_on_a_warm_gpu_ask_nobody(on_gpu):
+    first = on_gpu(cache={"fraction": 1.0, "slots": None}, policy={"force": "zero_copy", "admit": "always"})
+    for layer in range(3):
+        for expert in range(0, 6, 2):
+            first.forward(layer, np.ones((1, 256), np.float32), [[expert, expert + 1]], [[0.5, 0.5]])
+    first.close()
+    warmed = on_gpu(cache={"fraction": 1.0, "slots": None})
+    warmed._runner.inject_fault(Fault.DEAF)
+    steps_on_gpu(warmed)
+    assert warmed.stats().hit_rate == 1.0
+    warmed._runner.inject_fault(Fault.NONE)
+
+
+def test_copies_to_a_gpu_stay_within_a_registration_or_are_pageable(on_gpu, store, monkeypatch):
+    monkeypatch.setattr("trilane.gpu_kernels.pinning.SEGMENT_NBYTES", 5 * 4096)
+    first = on_gpu()
+    steps_on_gpu(first)
+    first.close()
+    scheduler = on_gpu(PlayedDriver(pin_nbytes=store.nbytes // 2 // 4096 * 4096))
+    runner = scheduler._runner
+    assert len(runner.driver.registered) > 10 and 0 < runner.pinned_nbytes < store.nbytes
+    assert_gpu_slots_hold(runner)
+    steps_on_gpu(scheduler, seed=3)
+
+
+def test_the_host_devices_file_is_not_the_gpus(on_gpu, left):
+    assert "of another machine" in refusal(on_gpu())
+
+
+def test_a_gpu_whose_thread_has_failed_saves_nothing_and_closes(on_gpu, path, caplog):
+    scheduler = on_gpu()
+    steps_on_gpu(scheduler, steps=6)
+
+    def failed():
+        raise WorkerError("the control thread is gone")
+
+    threads, check_threads = scheduler._runner.threads, scheduler._runner.threads.check
+    threads.check = failed
+    threads.control[Control.HELD] = 0
+    scheduler.close()
+    threads.check = check_threads
+    assert "nothing is saved: the control thread is gone" in caplog.text and not path.exists()
