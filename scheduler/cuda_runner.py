@@ -344,7 +344,8 @@ class CudaRunner:
         if not self._warm.is_on:
             return None
         with self.threads.holding():
-            return self._warm.save(self.state, self.geometry)
+            hot = self._warm.take(self.state, self.geometry)
+        return self._warm.save(hot)
 
     def forget_counts(self) -> None:
         """Count from now on; what slots hold stays."""

@@ -562,7 +562,7 @@ class HostRunner:
     def save_warm_start(self) -> Path | None:
         """Keep what the next start should take over; the file, or None if nothing was kept."""
         learned = (self._profiled, self._observed) if self.config.policy.learn_rates else ()
-        return self._warm.save(self.state, self.geometry, *learned)
+        return self._warm.save(self._warm.take(self.state, self.geometry, *learned))
 
     # -------------------------------------------------------------------------------------------- looking
     def explain(self, layer: int) -> tuple[Plan, Outcome] | None:

@@ -7,6 +7,7 @@ reason, and what it claims is checked before anybody uses it (warm_start.py).
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import struct
 import zlib
@@ -69,16 +70,22 @@ class WarmFile:
         return decode(data, geometry, self.model, self.machine)
 
     def save(self, hot: HotSet) -> None:
-        """Put it in place of what is there.
+        """Put it in place of what is there, if that is a file of a warm start.
 
         Raises
         ------
         OSError
         """
-        if self.path.exists() and not self.path.is_file():
-            raise FileExistsError(17, "it is no regular file", str(self.path))
+        if self.path.exists() and not self._may_be_replaced():
+            raise FileExistsError(errno.EEXIST, "what is there is no file of a warm start", str(self.path))
         self.path.parent.mkdir(parents=True, exist_ok=True)
         replace_file(self.path, encode(hot, self.model, self.machine))
+
+    def _may_be_replaced(self) -> bool:
+        if not self.path.is_file():
+            return False
+        with open(self.path, "rb") as file:
+            return file.read(len(MAGIC)) in (MAGIC, b"")
 
 
 def warm_file(config: Config, store: ExpertStore, machine: Machine) -> WarmFile:

@@ -21,7 +21,7 @@ from trilane.expert import Geometry
 from trilane.observed import Observed
 from trilane.state import State
 from trilane.warm_file import WarmFile
-from trilane.warm_start import Unusable, WarmState, rates_name, take_hot_set, warm_state
+from trilane.warm_start import HotSet, Unusable, WarmState, rates_name, take_hot_set, warm_state
 
 log = logging.getLogger("trilane")
 
@@ -96,14 +96,20 @@ class WarmKeeper:
             self.num_shards, self._num_saved, megabytes, seconds, self._file.path,
         )  # fmt: skip
 
-    def save(
+    def take(
         self, state: State, geometry: Geometry, profiled: Sequence[Rates] = (), learned: Observed | None = None
-    ) -> Path | None:
-        """Save, unless no step was run (what is there is no worse) or this is a forked child; the file, or None."""
+    ) -> HotSet | None:
+        """What `save` is to save; None if no step was run (what is there is no worse), or in a forked child."""
         if self._file is None or os.getpid() != self._pid or state.clock[0] == self._clock:
             return None
+        return take_hot_set(state, geometry, self._half_life, profiled, learned)
+
+    def save(self, hot: HotSet | None) -> Path | None:
+        """Save; the file, or None if nothing was saved."""
+        if self._file is None or hot is None:
+            return None
         try:
-            self._file.save(take_hot_set(state, geometry, self._half_life, profiled, learned))
+            self._file.save(hot)
         except OSError as error:
             self._warn(f"{self._file.path} cannot be written ({error.strerror or error}): the next start is colder")
             return None

@@ -440,6 +440,16 @@ def test_it_is_off_unless_asked_for(store, scheduler_of, monkeypatch, tmp_path):
     assert [other.name for other in file.parent.iterdir()] == [file.name]
 
 
+def test_a_file_that_is_not_ours_is_left_alone(warm, path, caplog):
+    path.parent.mkdir()
+    path.write_text("cache: {slots: 20}")
+    scheduler = warm()
+    assert "no file of a warm start" in refusal(scheduler)
+    drive(scheduler, 6)
+    scheduler.close()
+    assert path.read_text() == "cache: {slots: 20}" and "cannot be written" in caplog.text
+
+
 def test_saving_now_and_with_a_step_in_flight(warm, path):
     scheduler = warm()
     assert scheduler.save_warm_start() is None and not path.exists()  # no step was run
