@@ -168,8 +168,11 @@ class CudaDevice:
 
     def empty_table(self) -> None:
         """The slot table says that nothing is in a slot; no step may be under way."""
-        nothing = np.full(self.shape.num_shards, -1, np.int32)
-        self.driver.to_device(self.address["table"], nothing.ctypes.data, nothing.nbytes, self.work_stream)
+        self.write_table(np.full(self.shape.num_shards, -1, np.int32))
+
+    def write_table(self, slot_of: np.ndarray) -> None:
+        """The slot table as a whole, int32 (shards,): a slot or -1 each; no step may be under way."""
+        self.driver.to_device(self.address["table"], slot_of.ctypes.data, slot_of.nbytes, self.work_stream)
         self.driver.synchronize()
 
     def _make_stream(self, priority: int) -> int:

@@ -252,14 +252,26 @@ class RecordConfig(_Section):
     path: File | None = Field(default=None, description="file to record the routing of all steps to; null: none")
 
 
+class WarmStartConfig(_Section):
+    """What the next start takes over: which experts lay in slots, and what was learned. Results never depend on it."""
+
+    enabled: bool = Field(
+        default=False, description="save the hot experts at the end, and begin with those of the run before"
+    )
+    path: File | None = Field(
+        default=None,
+        description="file that they are kept in; null: one for each model and machine, in the user's cache folder",
+    )
+
+
 class Config(BaseModel):
     """All options. Frozen; a wrong one raises a ConfigError that lists every problem.
 
     Parameters
     ----------
     **sections
-        ``cache``, ``policy``, ``cpu``, ``host``, ``host_device``, ``profile`` and ``record``, each a mapping or a
-        section object.
+        ``cache``, ``policy``, ``cpu``, ``host``, ``host_device``, ``profile``, ``record`` and ``warm_start``, each a
+        mapping or a section object.
 
     Raises
     ------
@@ -279,6 +291,7 @@ class Config(BaseModel):
     host_device: HostDeviceConfig = Field(default_factory=HostDeviceConfig, description="rates to play")
     profile: ProfileConfig = Field(default_factory=ProfileConfig, description="the machine profile")
     record: RecordConfig = Field(default_factory=RecordConfig, description="what is written down")
+    warm_start: WarmStartConfig = Field(default_factory=WarmStartConfig, description="what the next start takes over")
 
     def __init__(self, /, **sections: Any) -> None:
         try:

@@ -6,6 +6,7 @@ state while it runs; who wants to look at it holds that thread for a moment.
 
 from __future__ import annotations
 
+import logging
 import os
 import time
 from collections.abc import Sequence
@@ -18,14 +19,15 @@ from trilane.cost import Rates, make_rates
 from trilane.cpu_kernels.gate import GATES
 from trilane.cpu_kernels.host_device import PlayedRates
 from trilane.cpu_kernels.host_workspace import Part, StepShape, make_workspace
+from trilane.cpu_kernels.team import TeamError
 from trilane.cuda_errors import device_errors, step_error
-from trilane.cuda_fills import begin_fills
+from trilane.cuda_fills import begin_fills, copy_listed
 from trilane.cuda_launches import StepLaunches
 from trilane.cuda_places import make_places
 from trilane.cuda_prefill import CudaPrefill
 from trilane.cuda_threads import WAIT_NAP_S, CudaThreads
 from trilane.cuda_words import Control, CudaStep, Fault, Stage, Wire
-from trilane.errors import DeviceError
+from trilane.errors import DeviceError, TrilaneError
 from trilane.expert import HIT, Outcome, Plan
 from trilane.gpu_kernels.cuda_device import CudaDevice, DeviceLayer, DeviceShape
 from trilane.gpu_kernels.driver import CudaDriver, Driver
@@ -40,8 +42,14 @@ from trilane.prefill_batches import routed_experts
 from trilane.recorder import Recorder
 from trilane.routing import make_grouping
 from trilane.stash import Stash, on_stashes, stash_each
+from trilane.state import State
 from trilane.stats import NUM_LANES, LaneTotal, Total
 from trilane.store import ExpertStore
+from trilane.warm_file import WarmFile
+from trilane.warm_keeper import WarmKeeper
+from trilane.warm_start import WarmState
+
+log = logging.getLogger("trilane")
 
 PARTS_NBYTES = 32 << 20  # of shard parts in device memory, and as much in host memory; larger batches go in parts
 MAX_ROWS = 512
@@ -84,6 +92,7 @@ class CudaRunner:
         self._work, self._fill_work = make_work(self.geometry), make_work(self.geometry)
         self._make_scratch()
         self._counted = np.zeros(2, np.int64)
+        self._warm = WarmKeeper(config)
         self._reported = [0] * len(ERRORS)
         self._rates = [make_rates()] * store.num_layers
         self._rate_stashes = stash_each(self._rates)
@@ -248,7 +257,7 @@ class CudaRunner:
 
     def notes(self) -> dict[str, str]:
         """What is less than was asked for, and why; for ``stats``."""
-        return dict(self.device.notes)
+        return self.device.notes | self._warm.notes
 
     def inject_fault(self, fault: Fault) -> None:
         """The one seam for faults, for tests."""
@@ -282,13 +291,61 @@ class CudaRunner:
             if self.threads.control[Control.FILL_STAGE] != Stage.IDLE:
                 raise DeviceError("reset: background fills are under way; run steps until they have landed")
             self.device.empty_table()
-            fresh, clock = empty_state(self.config, self.geometry, self.device.num_slots), self.state.clock.copy()
-            for into, source in zip(self.state, fresh, strict=True):
-                if isinstance(into, np.ndarray):
-                    into[...] = source
-            self.state.clock[...] = clock  # the GPU's goes on
+            self._take_state(self._empty_state())
             self._totals[:] = 0.0
             self._counted = self._device_counts()
+
+    def _empty_state(self) -> State:
+        return empty_state(self.config, self.geometry, self.device.num_slots)
+
+    def _take_state(self, fresh: State) -> None:
+        """Put a state in place of what the control thread has."""
+        clock = self.state.clock.copy()
+        for into, source in zip(self.state, fresh, strict=True):
+            if isinstance(into, np.ndarray):
+                into[...] = source
+        self.state.clock[...] = clock  # the GPU's goes on
+
+    # ----------------------------------------------------------------------------------------- warm start
+    @property
+    def warm_shards(self) -> int:
+        """Shards that lay in slots before the first step."""
+        return self._warm.num_shards
+
+    def warm_up(self, file: WarmFile) -> None:
+        """Take over what the run before left in the file, as much as fits, and leave it there anew at the end."""
+        self.reset()
+        self._warm.begin(file, int(self.state.clock[0]))
+        found = self._warm.load(self._empty_state(), self.geometry)
+        if found is None:
+            return
+        with device_errors():
+            self._copy_now(found)
+            with self.threads.holding():
+                self._take_state(found.state)
+                self.device.write_table(self.state.slot_of)
+        self._warm.tell(self.geometry, found)
+
+    def _copy_now(self, warm: WarmState) -> None:
+        """Copy shards into slots of which no table knows, a piece of the list at a time: Ctrl-C gets through."""
+        listed, copy = self._fill_work, on_stashes(copy_listed, self._run.kind)
+        most = len(listed.fill_slot)
+        for start in range(0, len(warm.shards), most):
+            shards = warm.shards[start : start + most]
+            listed.fill_shard[: len(shards)] = shards
+            listed.fill_slot[: len(shards)] = warm.slots[start : start + most]
+            self.threads.control[Control.NUM_FILLS] = len(shards)
+            if status := copy(self._run.address):
+                raise DeviceError(f"a copy into a slot at the start was refused (CUDA error {status})")
+            self.wait_for(self.device.fill_stream)
+
+    def save_warm_start(self) -> Path | None:
+        """Keep what the next start should take over; the file, or None if nothing was kept."""
+        if not self._warm.is_on:
+            return None
+        with self.threads.holding():
+            hot = self._warm.take(self.state, self.geometry)
+        return self._warm.save(hot)
 
     def forget_counts(self) -> None:
         """Count from now on; what slots hold stays."""
@@ -329,6 +386,14 @@ class CudaRunner:
             return
         self._closed = True
         self.driver.make_current()
+        try:
+            self.save_warm_start()
+        except (TeamError, TrilaneError) as error:  # a thread that has failed does not hand the state out
+            log.warning("warm start: nothing is saved: %s", error)
+        finally:
+            self._close_device()
+
+    def _close_device(self) -> None:
         self.device.mapped("abort", np.uint32, 1)[0] = 1
         if self.threads.close():
             self.launches.close()

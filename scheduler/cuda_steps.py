@@ -23,7 +23,7 @@ from trilane.gpu_kernels.cuda_device import array_at
 from trilane.host_runner import StepInput
 from trilane.layer_rates import lacks_rates
 from trilane.prefill_batches import routed_experts
-from trilane.profile import MachineProfile
+from trilane.profile import Machine, MachineProfile
 from trilane.start_profile import Given, start_gpu_profile
 
 ITEMSIZE = {"f32": 4, "f16": 2, "bf16": 2}
@@ -59,6 +59,10 @@ class CudaSteps:
     def __init__(self, runner: CudaRunner) -> None:
         self.runner, self.store = runner, runner.store
 
+    def machine(self) -> Machine:
+        """This machine with the GPU."""
+        return cuda_machine(self.runner.driver)
+
     def start_profile(self, given: Given, config: Config) -> MachineProfile:
         """The profile to start with: given, saved, or measured now through real steps.
 
@@ -69,7 +73,7 @@ class CudaSteps:
         return start_gpu_profile(
             given,
             config,
-            here=cuda_machine(self.runner.driver),
+            here=self.machine(),
             lacks=lambda profile: lacks_rates(profile, self.runner),
             measure=lambda: calibrate_cuda(self.runner),
         )

@@ -12,12 +12,14 @@ import os
 import weakref
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from trilane.arguments import apart_from, bad_id, check_hidden, check_ids, check_out, check_routing
 from trilane.arrays import HostView, like_input
+from trilane.calibrate import this_machine
 from trilane.config import Config
 from trilane.cpu_kernels.team import TeamClosed, TeamError, TeamForked
 from trilane.errors import (
@@ -40,6 +42,7 @@ from trilane.settings.effective_config import EffectiveConfig, resolve_config
 from trilane.start_profile import start_profile
 from trilane.stats import Stats, make_stats
 from trilane.store import ExpertStore
+from trilane.warm_file import warm_file
 
 DEVICES = ("host", "cuda", "auto")
 log = logging.getLogger("trilane")
@@ -152,6 +155,8 @@ class ExpertScheduler:
             if self._steps is not None:
                 self.profile = self._steps.start_profile(profile, self.config)
             self._runner.rates = rates_of_layers(self.profile, self._runner)
+            if self.config.warm_start.enabled:
+                self._warm_up()
             if (path := record_path(self.config)) is not None:
                 self._runner.record(path)
 
@@ -169,6 +174,11 @@ class ExpertScheduler:
             return None
         self._steps = CudaSteps(runner)
         return runner
+
+    def _warm_up(self) -> None:
+        """Take over what the run before left; a recording begins with it in its baseline."""
+        machine = this_machine() if self._steps is None else self._steps.machine()
+        self._runner.warm_up(warm_file(self.config, self.store, machine))
 
     # ------------------------------------------------------------------------------------------- running
     def forward(
@@ -351,11 +361,25 @@ class ExpertScheduler:
             bytes_pageable=self.store.nbytes - runner.pinned_nbytes,
             inactive=_inactive(self.config, runner.num_slots, runner.recorder) | runner.notes(),
             played=runner.played.given(),
+            warm_shards=runner.warm_shards,
         )
 
     # -------------------------------------------------------------------------------------------- ending
+    def save_warm_start(self) -> Path | None:
+        """Save now what :meth:`close` saves for the next start: for programs that may be killed.
+
+        Returns
+        -------
+        Path or None
+            The file; None where ``warm_start.enabled`` is not set, no step has run yet, or it could not be written,
+            which the log says.
+        """
+        self._check_usable()
+        with self._failing():
+            return self._runner.save_warm_start()
+
     def close(self) -> None:
-        """Stop the threads and free the slots; may be called again."""
+        """Save for a warm start if that is asked for, stop the threads and free the slots; may be called again."""
         self._finalizer()
 
     def __enter__(self) -> ExpertScheduler:

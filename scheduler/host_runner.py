@@ -63,12 +63,15 @@ from trilane.state import State
 from trilane.stats import Total
 from trilane.store import ExpertStore
 from trilane.traces.trace import TraceMeta
+from trilane.warm_file import WarmFile
+from trilane.warm_keeper import WarmKeeper
 
 log = logging.getLogger("trilane")
 
 ELEMENTS = {"f32": HIDDEN_F32, "f16": HIDDEN_F16, "bf16": HIDDEN_BF16}
 SCRATCH_NBYTES = 64 << 20
 FIRST_ROWS = 8  # rows that the first workspace holds
+FILLS_AT_ONCE = 64
 INT64_MAX = (1 << 63) - 1
 
 
@@ -113,6 +116,7 @@ class HostRunner:
         slot_nbytes = int(self.geometry.shard_nbytes.max())
         self._num_slots = num_slots(config, self.geometry)
         self.recorder: Recorder | None = None
+        self._warm = WarmKeeper(config)
         self.device = HostDevice(
             self._num_slots,
             slot_nbytes,
@@ -238,7 +242,7 @@ class HostRunner:
 
     def notes(self) -> dict[str, str]:
         """What is inactive on this device, with the reason."""
-        notes = {"pinned": "the host device needs no pinned memory"}
+        notes = {"pinned": "the host device needs no pinned memory"} | self._warm.notes
         return notes | ({"split": self._guarded.note} if self._guarded.note else {})
 
     def num_slots_of(self, layer: int) -> int:
@@ -559,6 +563,42 @@ class HostRunner:
         else:
             drop_fill(self.state, self.geometry, slot, shard)
 
+    # ----------------------------------------------------------------------------------------- warm start
+    @property
+    def warm_shards(self) -> int:
+        """Shards that lay in slots before the first step."""
+        return self._warm.num_shards
+
+    def warm_up(self, file: WarmFile) -> None:
+        """Take over what the run before left in the file, as much as fits, and leave it there anew at the end."""
+        self._warm.begin(file, int(self.state.clock[0]))
+        found = self._warm.load(empty_state(self.config, self.geometry, self._num_slots), self.geometry)
+        if found is not None:
+            self._lose_track()
+            self._copy_now(list(zip(found.slots.tolist(), found.shards.tolist(), strict=True)))
+            self.state = found.state
+            self._bind()
+            self._warm.tell(self.geometry, found)
+        if self.config.policy.learn_rates and self._warm.recall(self._observed, self._profiled):
+            kept: dict[int, Rates] = {}
+            self._use_rates([kept.setdefault(id(one), scale_rates(one, self._observed)) for one in self._profiled])
+
+    def _copy_now(self, fills: list[tuple[int, int]]) -> None:
+        """Copy shards into slots over the link, a piece of the list at a time: Ctrl-C gets through."""
+        for start in range(0, len(fills), FILLS_AT_ONCE):
+            self._fills = fills[start : start + FILLS_AT_ONCE]
+            self._landed = np.zeros(len(self._fills), np.int64)
+            self.device.post_background(self._fill_job())
+            self.device.settle_background(let_end=True)
+            self._fills = []
+            if not self._landed.all():
+                raise DeviceError("the link gave a copy up while slots were filled at the start; make a new scheduler")
+
+    def save_warm_start(self) -> Path | None:
+        """Keep what the next start should take over; the file, or None if nothing was kept."""
+        learned = (self._profiled, self._observed) if self.config.policy.learn_rates else ()
+        return self._warm.save(self._warm.take(self.state, self.geometry, *learned))
+
     # -------------------------------------------------------------------------------------------- looking
     def explain(self, layer: int) -> tuple[Plan, Outcome] | None:
         """The layer's last plan and outcome."""
@@ -577,6 +617,7 @@ class HostRunner:
         try:
             if self.recorder is not None:
                 self.recorder.close()
+            self.save_warm_start()
         finally:
             self._close_device()
 

@@ -8,15 +8,14 @@ difference. Nothing is measured here.
 from __future__ import annotations
 
 import contextlib
-import os
 import re
-import tempfile
 from pathlib import Path
 
 import platformdirs
 
 from trilane.errors import ProfileError
 from trilane.profile import Machine, MachineProfile, load_profile, machine_differences
+from trilane.whole_file import replace_file
 
 REMEDY = "measure this machine with 'trilane probe'"
 _NO_WORD = re.compile(r"[^a-z0-9]+")
@@ -27,10 +26,20 @@ def profile_folder() -> Path:
     return Path(platformdirs.user_cache_dir("trilane")) / "profiles"
 
 
+def file_word(text: str) -> str:
+    """A text as part of a file's name: lower case letters, digits and dashes."""
+    return _NO_WORD.sub("-", text.lower()).strip("-")
+
+
+def machine_name(machine: Machine) -> str:
+    """The CPU, GPU and number of cores that files are kept for, as a part of their names."""
+    names = [machine.cpu or "unknown-cpu", machine.gpu or "host", f"{machine.cores_allowed or 0} cores"]
+    return "-".join(map(file_word, names))
+
+
 def profile_path(machine: Machine) -> Path:
     """The file that holds a machine's profile."""
-    names = [machine.cpu or "unknown-cpu", machine.gpu or "host", f"{machine.cores_allowed or 0} cores"]
-    return profile_folder() / f"{'-'.join(_NO_WORD.sub('-', name.lower()).strip('-') for name in names)}.json"
+    return profile_folder() / f"{machine_name(machine)}.json"
 
 
 def check_target(path: Path) -> None:
@@ -61,17 +70,7 @@ def save_profile(profile: MachineProfile, path: Path | None = None) -> Path:
         path.parent.mkdir(parents=True, exist_ok=True)
     else:
         check_target(path := Path(path))
-    handle, name = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
-    try:
-        with os.fdopen(handle, "w", encoding="utf-8") as file:
-            file.write(profile.to_json())
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(name, path)
-    except BaseException:
-        with contextlib.suppress(OSError):
-            os.unlink(name)
-        raise
+    replace_file(path, profile.to_json().encode())
     return path
 
 

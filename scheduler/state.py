@@ -1,7 +1,7 @@
 """The scheduler's one state: who holds which slot, who may lose it, and `check`, which asserts all of it.
 
 Plain arrays in a NamedTuple, so that compiled code and plain Python share them. `eviction` orders experts,
-`residency` moves slots, `planner` decides; nothing else writes here.
+`residency` moves slots, `planner` decides; nothing else writes here, but that `warm_start` makes whole ones.
 """
 
 from __future__ import annotations

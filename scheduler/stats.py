@@ -80,6 +80,8 @@ class Stats:
         Lane or feature -> why it is not used.
     played : mapping
         Lane -> the rate in GB/s that it plays instead of its own.
+    warm_shards : int
+        Shards that lay in slots before the first step, taken over from the run before.
     """
 
     steps: int
@@ -99,6 +101,7 @@ class Stats:
     bytes_pageable: int
     inactive: Mapping[str, str]
     played: Mapping[str, float]
+    warm_shards: int = 0
 
     def to_dict(self) -> dict[str, Any]:
         """Plain types, for JSON."""
@@ -118,6 +121,8 @@ class Stats:
             lines.append(f"{name:9s} {counts} {lane.predicted_us:15,.1f} {lane.observed_us:15,.1f}")
         lines += [f"not used: {name}: {reason}" for name, reason in self.inactive.items()]
         lines += [f"played: {name} at {gb_s:g} GB/s" for name, gb_s in self.played.items()]
+        if self.warm_shards:
+            lines.append(f"warm start: {self.warm_shards:,} shards in slots before the first step")
         return "\n".join(lines)
 
 
@@ -128,6 +133,7 @@ def make_stats(
     bytes_pageable: int,
     inactive: Mapping[str, str],
     played: Mapping[str, float],
+    warm_shards: int = 0,
 ) -> Stats:
     """Totals (float64 of ``Total.SIZE``) as a :class:`Stats`."""
     by_lane = totals[Total.LANES : Total.SIZE].reshape(NUM_LANES, -1)
@@ -161,6 +167,7 @@ def make_stats(
         bytes_pageable=bytes_pageable,
         inactive=dict(inactive),
         played=dict(played),
+        warm_shards=warm_shards,
     )
 
 
