@@ -1,7 +1,7 @@
 """What a token of context costs: the KV cache of a model by layer, from config.json or from GGUF's metadata.
 
-Keys and values are counted in 16 bits; models with latent attention (MLA) keep one compressed row a token. A layer whose
-window the files name keeps no more than its window. Where the files do not say enough, the answer is None.
+Keys and values are counted in 16 bits; models with latent attention (MLA) keep one compressed row a token. A layer
+whose window config.json names keeps no more than its window. Where the files do not say enough, the answer is None.
 """
 
 from __future__ import annotations

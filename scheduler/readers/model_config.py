@@ -23,8 +23,8 @@ MATRICES = 3  # gate, up and down
 DTYPE_NBYTES = {"float32": 4, "float16": 2, "bfloat16": 2}
 #: ``model_type`` for which the count was held against published numbers, or which differ from those in names alone.
 COUNTED_TYPES = frozenset(
-    """deepseek_v2 deepseek_v3 ernie4_5_moe glm4_moe gpt_oss granitemoe llama4 llama4_text mixtral minimax_m2 olmoe phimoe
-    qwen2_moe qwen3_moe qwen3_vl_moe qwen3_vl_moe_text""".split()
+    """deepseek_v2 deepseek_v3 ernie4_5_moe glm4_moe gpt_oss granitemoe llama4 llama4_text mixtral minimax_m2 olmoe
+    phimoe qwen2_moe qwen3_moe qwen3_vl_moe qwen3_vl_moe_text""".split()
 )
 _EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 _TOP_K = ("num_experts_per_tok", "num_experts_per_token", "moe_k", "moe_topk", "moe_top_k")
@@ -44,7 +44,7 @@ _OTHER_LAYERS = (
 
 @dataclass(frozen=True)
 class ConfigLayer:
-    """Parameters of one layer: ``num_experts`` is 0 in a dense one, ``other`` is attention, router, norms, dense MLP."""
+    """Parameters of a layer: ``num_experts`` is 0 in a dense one; ``other`` is attention, router, norms, dense MLP."""
 
     num_experts: int
     shared: int
@@ -202,7 +202,8 @@ class _Reader:
     def _checked(self, key: str, value: Any, least: int, most: int) -> int:
         if type(value) is not int or not least <= value <= most:
             raise ModelFileError(
-                f"{self.path}: {key} is {str(value)[:80]!r}, but must be a whole number from {least} to {most}; correct it"
+                f"{self.path}: {key} is {str(value)[:80]!r}, but must be a whole number from {least} to {most}; "
+                "correct it"
             )
         return value
 
