@@ -16,11 +16,9 @@ import psutil
 from trilane.config import Config
 from trilane.cpu_kernels.cgroups import read_memory_limit
 from trilane.cpu_kernels.formats import FORMATS
-from trilane.cuda_calibrate import open_gpu
 from trilane.errors import DeviceError
 from trilane.expert import Geometry
 from trilane.gpu_kernels.cuda_device import RESERVE_NBYTES
-from trilane.gpu_kernels.driver import DriverMissing
 from trilane.gpu_kernels.prefill_memory import FREE_PART, MOST_NBYTES
 from trilane.machines import bundled_machines
 from trilane.model_sizes import ModelSizes
@@ -65,9 +63,13 @@ def memory_here(root: Path = Path("/")) -> HostMemory:
 
 
 def vram_here() -> Vram:
-    """Free memory of the first visible GPU."""
+    """Free memory of the first visible GPU; its driver is only loaded here."""
+    from trilane.cuda_errors import device_errors
+    from trilane.gpu_kernels.driver import CudaDriver, DriverMissing
+
     try:
-        driver = open_gpu()
+        with device_errors():
+            driver = CudaDriver()
     except DeviceError as error:
         return Vram(None, "no GPU here" if isinstance(error.__cause__, DriverMissing) else str(error))
     try:
@@ -157,6 +159,11 @@ class Capacity:
             return None
         return num_slots(Config(cache={"nbytes": max(0, self.room_nbytes)}), self.geometry)
 
+    @property
+    def experts_a_layer(self) -> float | None:
+        """`num_slots` as experts of each layer."""
+        return None if self.num_slots is None else self.num_slots / self.layer_slots
+
     def vram_nbytes(self, slots: int) -> int:
         """Device memory that it takes with so many slots: model, slots, buffers, what is left to others."""
         return self.model_nbytes + slots * self.slot_nbytes + (self.prefill_nbytes or 0) + self.reserve_nbytes
@@ -176,6 +183,29 @@ class Capacity:
         elif self.wanted is not None and (missing := (self.num_slots or 0) * self.slot_nbytes - room) > 0:
             most = room // (self.slot_nbytes * self.layer_slots)
             found.append(Shortage("slots in device memory", missing, (f"--slots {most}, the most that fit",)))
+        return tuple(found)
+
+    @property
+    def read_nbytes(self) -> int:
+        """Device memory that a token reads beside routed experts, at the end of the context."""
+        return self.model_nbytes - self.sizes.lookup_nbytes
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """What to know about the figures."""
+        found, kv, slots = list(self.sizes.notes), self.sizes.kv, self.num_slots
+        if kv is None:
+            found.append("the KV cache is not known from the files and counts 0: add it to --reserve")
+        elif kv.max_context is not None and self.context > kv.max_context:
+            found.append(
+                f"a context of {self.context:,} is more than the {kv.max_context:,} that the model is made for"
+            )
+        if slots is None:
+            found.append("device memory is not known, so there is no number of slots: give --vram or --slots")
+        elif slots == 0:
+            found.append("no slots: every routed expert crosses the link or is computed on the CPU")
+        elif slots == self.num_shards:
+            found.append("there are slots for all routed experts: nothing is missing once they are filled")
         return tuple(found)
 
     def _memory_remedies(self, missing: int) -> tuple[str, ...]:

@@ -197,6 +197,60 @@ def _lane(result: ReplayResult, name: str) -> int:
     return result.lanes[name].nbytes
 
 
+@dataclass(frozen=True)
+class Outlook:
+    """What to expect of a model on a machine.
+
+    Attributes
+    ----------
+    machine : ReplayMachine
+    routings : tuple of Routing
+        Empty where the files do not say how many experts a token uses, and no trace does.
+    speeds : tuple of Speed
+        For each routing by slots, fewest first.
+    trunk_us : float
+        At least what a token takes beside routed experts.
+    """
+
+    machine: ReplayMachine
+    routings: tuple[Routing, ...]
+    speeds: tuple[Speed, ...]
+    trunk_us: float
+
+    def tokens_a_second(self, speed: Speed) -> float:
+        """At most, with the trunk."""
+        return 1e6 / (speed.moe_us + self.trunk_us)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain types, for JSON."""
+        where = self.machine
+        machine = {"name": where.name, "gpu": where.profile.machine.gpu, "gap_us": where.gap_us, "source": where.source}
+        routings = [{"name": r.name, "is_assumed": r.is_assumed, "about": r.about} for r in self.routings]
+        rows = [s.to_dict() | {"tokens_a_second_with_trunk": self.tokens_a_second(s)} for s in self.speeds]
+        return {"machine": machine, "trunk_us": self.trunk_us, "routings": routings, "by_slots": rows}
+
+
+def look_ahead(routings: Sequence[Routing], machine: ReplayMachine, slots: Sequence[int], read_nbytes: int) -> Outlook:
+    """Every routing with every number of slots.
+
+    Parameters
+    ----------
+    routings : sequence of Routing
+        See `routings_for`.
+    machine : ReplayMachine
+        See `machine_for`.
+    slots : sequence of int
+        Of one shard each; see `slots_to_compare`.
+    read_nbytes : int
+        Bytes that a token reads beside routed experts.
+    """
+    expected = [Expectation(routing, machine) for routing in routings]
+    speeds = tuple(one.speed(count) for one in expected for count in slots)
+    # 1 GB/s is 1000 bytes a us
+    trunk_us = read_nbytes / (machine.profile.device_experts[machine.format] * 1e3)
+    return Outlook(machine, tuple(routings), speeds, trunk_us)
+
+
 def slots_to_compare(num_shards: int, here: int | None) -> list[int]:
     """Numbers of slots for a table: parts of all shards, and what there is here."""
     parts = {num_shards * eighths // 8 for eighths in (0, 1, 2, 3, 4, 6, 8)}
@@ -209,14 +263,3 @@ def machine_for(machine: ReplayMachine, format_name: str) -> ReplayMachine:
     if format_name not in profile.cpu_experts or format_name not in profile.device_experts:
         return machine
     return replace(machine, format=format_name, source=f"measured profile, rates of {format_name}")
-
-
-def trunk_us(nbytes: int, machine: ReplayMachine) -> float:
-    """At least what a token's trunk takes: its bytes at the rate at which the device reads weights.
-
-    Returns
-    -------
-    float
-        us: ``nbytes / rate``, where 1 GB/s is 1000 bytes a us.
-    """
-    return nbytes / (machine.profile.device_experts[machine.format] * 1e3)
