@@ -73,7 +73,7 @@ def plan(
 def _sizes(model: Path, format_name: str | None) -> ModelSizes:
     from trilane.commands.console import checked
     from trilane.cpu_kernels.formats import format_of
-    from trilane.model_sizes import read_sizes
+    from trilane.find_sizes import read_sizes
 
     checked("--format", format_of, format_name)
     return read_sizes(model, format_name)

@@ -13,6 +13,7 @@ from typing import Any
 from trilane.readers.architectures import text_config
 
 ELEMENT_NBYTES = 2
+LINEAR = "linear_attention"  # a state of a fixed size instead of a cache
 _WINDOW_KEYS = {"sliding_attention": "sliding_window", "chunked_attention": "attention_chunk_size"}
 
 
@@ -64,10 +65,20 @@ def kv_of_config(config: Mapping[str, Any]) -> KvCache | None:
     else:
         head = _number(part.get("head_dim")) or hidden // heads
         elements = 2 * head * (_number(part.get("num_key_value_heads")) or heads)
-    kinds = part.get("layer_types")
-    kinds = kinds if isinstance(kinds, list) and len(kinds) == layers else [None] * layers
-    windows = tuple(_number(part.get(_WINDOW_KEYS.get(str(kind), ""))) for kind in kinds)
-    return KvCache((ELEMENT_NBYTES * elements,) * layers, windows, _number(part.get("max_position_embeddings")))
+    kinds = layer_kinds(part, layers)
+    token_nbytes = tuple(0 if kind == LINEAR else ELEMENT_NBYTES * elements for kind in kinds)
+    windows = tuple(_number(part.get(_WINDOW_KEYS.get(kind, ""))) for kind in kinds)
+    return KvCache(token_nbytes, windows, _number(part.get("max_position_embeddings")))
+
+
+def layer_kinds(part: Mapping[str, Any], layers: int) -> list[str]:
+    """The kind of each layer's attention as transformers call it; "" where the config does not say."""
+    kinds, every = part.get("layer_types"), _number(part.get("full_attention_interval"))
+    if isinstance(kinds, list) and len(kinds) == layers:
+        return [str(kind) for kind in kinds]
+    if every is not None:
+        return ["full_attention" if (layer + 1) % every == 0 else LINEAR for layer in range(layers)]
+    return [""] * layers
 
 
 def kv_of_gguf(metadata: Mapping[str, Any]) -> KvCache | None:

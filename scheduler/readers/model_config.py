@@ -2,7 +2,8 @@
 
 It reads the keys that transformers' mixture-of-experts models share, and some that a family has for itself. Counted are
 matrices and the norms of a layer; biases of attention, sinks and norms of heads (below 0.1 %) are not, nor
-are layers for multi-token prediction. Layers of another kind than attention and MLP are refused. It knows no formats.
+are layers for multi-token prediction. Layers of kinds that are not counted here (Mamba, say) are refused. It knows no
+formats.
 """
 
 from __future__ import annotations
@@ -14,10 +15,11 @@ from typing import Any
 
 from trilane.errors import ModelFileError, StoreError
 from trilane.readers.architectures import text_config
-from trilane.readers.attention import KvCache, kv_of_config
+from trilane.readers.attention import LINEAR, KvCache, kv_of_config, layer_kinds
 from trilane.readers.json_text import ALWAYS_NBYTES, read_object
 
-MAX_LAYERS = 1 << 14
+MAX_LAYERS, MAX_EXPERTS, MAX_MODEL_EXPERTS = 1 << 14, 0xFFFF, 1 << 22  # of a model, of a layer, of all layers
+MAX_SIZE = 1 << 20  # of a matrix's side
 MAX_COUNT = 1 << 30
 MATRICES = 3  # gate, up and down
 DTYPE_NBYTES = {"float32": 4, "float16": 2, "bfloat16": 2}
@@ -27,7 +29,7 @@ COUNTED_TYPES = frozenset(
     phimoe qwen2_moe qwen3_moe qwen3_vl_moe qwen3_vl_moe_text""".split()
 )
 _EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
-_TOP_K = ("num_experts_per_tok", "num_experts_per_token", "moe_k", "moe_topk", "moe_top_k")
+TOP_K_KEYS = ("num_experts_per_tok", "num_experts_per_token", "moe_k", "moe_topk", "moe_top_k")
 _EXPERT_SIZE = ("moe_intermediate_size", "intermediate_size")
 _DENSE_SIZE = ("intermediate_size_mlp", "intermediate_size")
 _SHARED_COUNT = ("n_shared_experts", "num_shared_experts", "moe_num_shared_experts", "num_shared_expert")
@@ -35,9 +37,9 @@ _SHARED_SIZE = ("shared_expert_intermediate_size", "shared_intermediate_size")
 _FIRST_MOE = ("first_k_dense_replace", "num_dense_layers", "moe_layer_start_index")
 _EVERY = ("decoder_sparse_step", "interleave_moe_layer_step", "moe_layer_interval")
 _MOE_LISTS = ("mlp_layer_types", "is_moe_layer", "moe_layer_freq")
-_ATTENTIONS = frozenset(("attention", "full_attention", "sliding_attention", "chunked_attention"))
+_ATTENTIONS = frozenset(("attention", "full_attention", "sliding_attention", "chunked_attention", LINEAR, ""))
 _OTHER_LAYERS = (
-    "linear_num_value_heads", "linear_attn_config", "hybrid_override_pattern", "attn_layer_period", "conv_L_cache",
+    "linear_attn_config", "hybrid_override_pattern", "attn_layer_period", "conv_L_cache",
     "enable_moe_block",
 )  # fmt: skip
 
@@ -127,10 +129,11 @@ class _Reader:
 
     def model(self) -> ModelConfig:
         self._check_kind()
-        hidden, layers = self._need(("hidden_size",)), self._need(("num_hidden_layers",), most=MAX_LAYERS)
+        hidden, layers = self._need(("hidden_size",), MAX_SIZE), self._need(("num_hidden_layers",), MAX_LAYERS)
         embeddings = self._need(("vocab_size",)) * hidden
         is_tied = self._part.get("tie_word_embeddings", self._config.get("tie_word_embeddings", False)) is True
-        intermediate, top_k = self._need(_EXPERT_SIZE), self._need(_TOP_K, most=self._need(_EXPERTS))
+        experts = self._need(_EXPERTS, min(MAX_EXPERTS, MAX_MODEL_EXPERTS // layers))
+        intermediate, top_k = self._need(_EXPERT_SIZE, MAX_SIZE), self._need(TOP_K_KEYS, experts)
         element_nbytes, stored_format = self._element_nbytes(), self._stored_format()
         if self._type not in COUNTED_TYPES:
             self._note(f"model_type {self._type!r} is none whose count was checked: the trunk may be off")
@@ -139,7 +142,7 @@ class _Reader:
             model_type=self._type,
             hidden=hidden,
             intermediate=intermediate,
-            layers=self._layers(layers, hidden, intermediate),
+            layers=self._layers(layers, experts, hidden, intermediate),
             experts_per_token=top_k,
             has_bias=self._type == "gpt_oss",
             embeddings=embeddings,
@@ -164,14 +167,16 @@ class _Reader:
                 f"{self.path}: model_type {self._type!r} has none of {', '.join(_EXPERTS)}, which a mixture-of-experts "
                 "model has; a dense model has no experts to schedule: pass another model"
             )
-        kinds = self._part.get("layer_types")
-        others = [kind for kind in kinds if kind not in _ATTENTIONS] if isinstance(kinds, list) else []
+        layers = self._need(("num_hidden_layers",), MAX_LAYERS)
+        others = [kind for kind in layer_kinds(self._part, layers) if kind not in _ATTENTIONS]
         softmax = self._part.get("attn_type_list")  # of MiniMax: 1 is usual attention
         is_linear = isinstance(softmax, list) and any(kind != 1 for kind in softmax)
         sign = "attn_type_list" if is_linear else next((key for key in _OTHER_LAYERS if self._part.get(key)), None)
         if others or sign:
             what = (
-                f"layers of type {others[0]!r}" if others else f"{sign}, so layers that are not only attention and MLP"
+                f"layers of type {others[0][:40]!r}"
+                if others
+                else f"{sign}, so layers that are not only attention and MLP"
             )
             raise StoreError(
                 f"{self.path}: model_type {self._type!r} has {what}, whose parameters are not counted here; pass the "
@@ -183,8 +188,9 @@ class _Reader:
         """The first of the keys that is set, and its value; of a list of equal numbers the number."""
         key = next((key for key in keys if self._part.get(key) is not None), keys[0])
         value = self._part.get(key)
-        is_uniform = isinstance(value, list) and value and all(item == value[0] for item in value)
-        return key, value[0] if is_uniform else value
+        if isinstance(value, list) and value and all(item == value[0] for item in value):
+            return key, value[0]
+        return key, value
 
     def _need(self, keys: tuple[str, ...], most: int = MAX_COUNT) -> int:
         key, value = self._value(keys)
@@ -210,9 +216,9 @@ class _Reader:
     def _element_nbytes(self) -> int:
         names = [part.get(key) for part in (self._part, self._config) for key in ("dtype", "torch_dtype")]
         name = next((name for name in names if name is not None), None)
-        if name in DTYPE_NBYTES:
+        if isinstance(name, str) and name in DTYPE_NBYTES:
             return DTYPE_NBYTES[name]
-        self._note(f"dtype is {'not given' if name is None else repr(name)[:80]}: the trunk counts as bfloat16")
+        self._note(f"dtype is {'not given' if name is None else repr(name)[:40]}: the trunk counts as bfloat16")
         return DTYPE_NBYTES["bfloat16"]
 
     def _stored_format(self) -> str | None:
@@ -223,16 +229,23 @@ class _Reader:
         return "mxfp4" if method == "mxfp4" else None
 
     # ---------------------------------------------------------------------------------------------- layers
-    def _layers(self, count: int, hidden: int, intermediate: int) -> tuple[ConfigLayer, ...]:
-        base = self._attention(hidden) + 2 * hidden
-        dense = base + MATRICES * hidden * self._need(_DENSE_SIZE)
-        experts = self._need(_EXPERTS)
-        shared, gate = self._shared(hidden, intermediate)
-        sparse = ConfigLayer(experts, shared, base + experts * hidden + gate)
+    def _layers(self, count: int, experts: int, hidden: int, intermediate: int) -> tuple[ConfigLayer, ...]:
         is_moe = self._moe_layers(count)
         if not any(is_moe):
             raise StoreError(f"{self.path}: none of its {count} layers has experts by its own keys; check the file")
-        return tuple(sparse if one else ConfigLayer(0, 0, dense) for one in is_moe)
+        shared, gate = self._shared(hidden, intermediate)
+        sparse = experts * hidden + gate
+        dense = 0 if all(is_moe) else MATRICES * hidden * self._need(_DENSE_SIZE)
+        kinds = layer_kinds(self._part, count)
+        attention = {
+            k: (self._linear(hidden) if k == LINEAR else self._attention(hidden)) for k in dict.fromkeys(kinds)
+        }
+        return tuple(
+            ConfigLayer(experts, shared, attention[kind] + 2 * hidden + sparse)
+            if one
+            else ConfigLayer(0, 0, attention[kind] + 2 * hidden + dense)
+            for one, kind in zip(is_moe, kinds, strict=True)
+        )
 
     def _shared(self, hidden: int, intermediate: int) -> tuple[int, int]:
         """Parameters of the shared experts, and of their gate."""
@@ -253,12 +266,12 @@ class _Reader:
                 return [bool(flag) and flag != "dense" for flag in flags]
         named = self._part.get("moe_layers")
         if isinstance(named, list) and named:
-            return [layer in named for layer in range(count)]
+            chosen = _numbers(named)
+            return [layer in chosen for layer in range(count)]
         first, last = self._optional(_FIRST_MOE, 0), self._part.get("moe_layer_end_index")
         stop = last + 1 if type(last) is int and last >= 0 else count
         every, frequency = max(1, self._optional(_EVERY, 1)), max(1, self._optional(("moe_layer_freq",), 1))
-        dense = self._part.get("mlp_only_layers")
-        dense = dense if isinstance(dense, list) else []
+        dense = _numbers(self._part.get("mlp_only_layers"))
         return [
             first <= layer < stop and (layer + 1) % every == 0 and layer % frequency == 0 and layer not in dense
             for layer in range(count)
@@ -270,8 +283,24 @@ class _Reader:
         rank = self._optional(("kv_lora_rank",), 0)
         if not rank:
             head = self._optional(("head_dim",), 0) or hidden // heads
-            return 2 * hidden * head * (heads + (self._optional(("num_key_value_heads",), 0) or heads))
+            kv_heads = self._optional(("num_key_value_heads",), 0) or heads
+            is_gated = self._type == "qwen3_next" or self._part.get("attn_output_gate") is True
+            return hidden * head * ((3 if is_gated else 2) * heads + 2 * kv_heads)
         plain, rope, value = (self._need((k,)) for k in ("qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"))
         queries, width = self._optional(("q_lora_rank",), 0), heads * (plain + rope)
         query = queries * (hidden + width) if queries else hidden * width
         return query + hidden * (rank + rope) + rank * heads * (plain + value) + heads * value * hidden
+
+    def _linear(self, hidden: int) -> int:
+        """Parameters of a layer's linear attention (gated delta rule): queries, keys, values, gates, convolution."""
+        keys, values = (
+            self._need((f"linear_{n}_head_dim",)) * self._need((f"linear_num_{n}_heads",)) for n in ("key", "value")
+        )
+        gates = 2 * self._need(("linear_num_value_heads",))
+        kernel = self._need(("linear_conv_kernel_dim",))
+        return hidden * (2 * keys + 2 * values + gates) + (2 * keys + values) * kernel + values * hidden
+
+
+def _numbers(value: Any) -> set[int]:
+    """The whole numbers of a list; none of anything else."""
+    return {item for item in value if type(item) is int} if isinstance(value, list) else set()
