@@ -7,7 +7,7 @@ known here.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 
@@ -175,11 +175,11 @@ class Capacity:
         missing = self.sizes.store_nbytes - self.memory.available_nbytes
         if missing > 0:
             found.append(Shortage("experts in host memory", missing, self._memory_remedies(missing)))
-        free, room = self.vram.free_nbytes, self.room_nbytes
-        if free is None or room is None:
+        room = self.room_nbytes
+        if room is None:
             return tuple(found)
         if room < 0:
-            found.append(Shortage("trunk, KV cache and buffers in device memory", -room, self._trunk_remedies(free)))
+            found.append(Shortage("trunk, KV cache and buffers in device memory", -room, self._trunk_remedies()))
         elif self.wanted is not None and (missing := (self.num_slots or 0) * self.slot_nbytes - room) > 0:
             most = room // (self.slot_nbytes * self.layer_slots)
             found.append(Shortage("slots in device memory", missing, (f"--slots {most}, the most that fit",)))
@@ -225,15 +225,19 @@ class Capacity:
             found.append("a higher limit of the control group" if is_limited else "memory that other programs use now")
         return (*found, f"{gb_text(missing)} more memory")
 
-    def _trunk_remedies(self, free: int) -> tuple[str, ...]:
-        found, kv = [], self.sizes.kv
-        left = free - self.sizes.trunk_nbytes - self.reserve_nbytes
-        left -= min(MOST_NBYTES, max(0, left) // FREE_PART)
-        if kv is not None and left > 0 and (tokens := kv.longest(left)) > 0:
-            found.append(f"--context {tokens}, the longest that fits")
-        else:
-            found.append("a smaller quantisation of the trunk")
-        return (*found, "a smaller --reserve", "more device memory")
+    def _trunk_remedies(self) -> tuple[str, ...]:
+        longest = self._longest_context()
+        first = f"--context {longest}, the longest that fits" if longest else "a smaller quantisation of the trunk"
+        return (first, "a smaller --reserve", "more device memory")
+
+    def _longest_context(self) -> int:
+        """Tokens for which there is room beside all else, fewer than `context`; 0: none, or the cache is not known."""
+        low, high = 0, self.context if self.sizes.kv is not None else 0
+        while low < high:
+            middle = (low + high + 1) // 2
+            fits = (replace(self, context=middle).room_nbytes or 0) >= 0
+            low, high = (middle, high) if fits else (low, middle - 1)
+        return low
 
 
 def gb_text(nbytes: float) -> str:

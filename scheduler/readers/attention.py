@@ -44,14 +44,6 @@ class KvCache:
         kept = (context if window is None else min(window, context) for window in self.windows)
         return sum(nbytes * tokens for nbytes, tokens in zip(self.token_nbytes, kept, strict=True))
 
-    def longest(self, nbytes: int) -> int:
-        """The most tokens whose cache fits into ``nbytes``, up to a million."""
-        low, high = 0, 1 << 20
-        while low < high:
-            middle = (low + high + 1) // 2
-            low, high = (middle, high) if self.nbytes(middle) <= nbytes else (low, middle - 1)
-        return low
-
 
 def kv_of_config(config: Mapping[str, Any]) -> KvCache | None:
     """The KV cache that a config.json stands for; None if it does not say."""

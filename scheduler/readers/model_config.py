@@ -16,17 +16,17 @@ from typing import Any
 from trilane.errors import ModelFileError, StoreError
 from trilane.readers.architectures import text_config
 from trilane.readers.attention import LINEAR, KvCache, kv_of_config, layer_kinds
+from trilane.readers.config_keys import ConfigKeys, whole_numbers
 from trilane.readers.json_text import ALWAYS_NBYTES, read_object
 
 MAX_LAYERS, MAX_EXPERTS, MAX_MODEL_EXPERTS = 1 << 14, 0xFFFF, 1 << 22  # of a model, of a layer, of all layers
 MAX_SIZE = 1 << 20  # of a matrix's side
-MAX_COUNT = 1 << 30
 MATRICES = 3  # gate, up and down
 DTYPE_NBYTES = {"float32": 4, "float16": 2, "bfloat16": 2}
 #: ``model_type`` for which the count was held against published numbers, or which differ from those in names alone.
 COUNTED_TYPES = frozenset(
     """deepseek_v2 deepseek_v3 ernie4_5_moe glm4_moe gpt_oss granitemoe llama4 llama4_text mixtral minimax_m2 olmoe
-    phimoe qwen2_moe qwen3_moe qwen3_vl_moe qwen3_vl_moe_text""".split()
+    phimoe qwen2_moe qwen3_moe qwen3_next qwen3_vl_moe qwen3_vl_moe_text""".split()
 )
 _EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 TOP_K_KEYS = ("num_experts_per_tok", "num_experts_per_token", "moe_k", "moe_topk", "moe_top_k")
@@ -38,10 +38,14 @@ _FIRST_MOE = ("first_k_dense_replace", "num_dense_layers", "moe_layer_start_inde
 _EVERY = ("decoder_sparse_step", "interleave_moe_layer_step", "moe_layer_interval")
 _MOE_LISTS = ("mlp_layer_types", "is_moe_layer", "moe_layer_freq")
 _ATTENTIONS = frozenset(("attention", "full_attention", "sliding_attention", "chunked_attention", LINEAR, ""))
+#: Keys of families with layers that are not counted here.
 _OTHER_LAYERS = (
-    "linear_attn_config", "hybrid_override_pattern", "attn_layer_period", "conv_L_cache",
+    "linear_attn_config",
+    "hybrid_override_pattern",
+    "attn_layer_period",
+    "conv_L_cache",
     "enable_moe_block",
-)  # fmt: skip
+)
 
 
 @dataclass(frozen=True)
@@ -122,18 +126,19 @@ def read_model_config(path: Path) -> ModelConfig:
     return _Reader(path, read_object(path, ALWAYS_NBYTES)).model()
 
 
-class _Reader:
+class _Reader(ConfigKeys):
     def __init__(self, path: Path, config: Mapping[str, Any]) -> None:
-        self.path, self._config, self._part = path, config, text_config(config)
+        super().__init__(path, text_config(config))
+        self._config = config
         self._notes: list[str] = []
 
     def model(self) -> ModelConfig:
         self._check_kind()
-        hidden, layers = self._need(("hidden_size",), MAX_SIZE), self._need(("num_hidden_layers",), MAX_LAYERS)
-        embeddings = self._need(("vocab_size",)) * hidden
-        is_tied = self._part.get("tie_word_embeddings", self._config.get("tie_word_embeddings", False)) is True
-        experts = self._need(_EXPERTS, min(MAX_EXPERTS, MAX_MODEL_EXPERTS // layers))
-        intermediate, top_k = self._need(_EXPERT_SIZE, MAX_SIZE), self._need(TOP_K_KEYS, experts)
+        hidden, layers = self.need(("hidden_size",), MAX_SIZE), self.need(("num_hidden_layers",), MAX_LAYERS)
+        embeddings = self.need(("vocab_size",)) * hidden
+        is_tied = self.part.get("tie_word_embeddings", self._config.get("tie_word_embeddings", False)) is True
+        experts = self.need(_EXPERTS, min(MAX_EXPERTS, MAX_MODEL_EXPERTS // layers))
+        intermediate, top_k = self.need(_EXPERT_SIZE, MAX_SIZE), self.need(TOP_K_KEYS, experts)
         element_nbytes, stored_format = self._element_nbytes(), self._stored_format()
         if self._type not in COUNTED_TYPES:
             self._note(f"model_type {self._type!r} is none whose count was checked: the trunk may be off")
@@ -155,23 +160,23 @@ class _Reader:
 
     @property
     def _type(self) -> str:
-        found = self._part.get("model_type", self._config.get("model_type"))
+        found = self.part.get("model_type", self._config.get("model_type"))
         return found if isinstance(found, str) else ""
 
     def _note(self, text: str) -> None:
         self._notes.append(f"{self.path.name}: {text}")
 
     def _check_kind(self) -> None:
-        if not any(self._part.get(key) for key in _EXPERTS):
+        if not any(self.part.get(key) for key in _EXPERTS):
             raise StoreError(
                 f"{self.path}: model_type {self._type!r} has none of {', '.join(_EXPERTS)}, which a mixture-of-experts "
                 "model has; a dense model has no experts to schedule: pass another model"
             )
-        layers = self._need(("num_hidden_layers",), MAX_LAYERS)
-        others = [kind for kind in layer_kinds(self._part, layers) if kind not in _ATTENTIONS]
-        softmax = self._part.get("attn_type_list")  # of MiniMax: 1 is usual attention
+        layers = self.need(("num_hidden_layers",), MAX_LAYERS)
+        others = [kind for kind in layer_kinds(self.part, layers) if kind not in _ATTENTIONS]
+        softmax = self.part.get("attn_type_list")  # of MiniMax: 1 is usual attention
         is_linear = isinstance(softmax, list) and any(kind != 1 for kind in softmax)
-        sign = "attn_type_list" if is_linear else next((key for key in _OTHER_LAYERS if self._part.get(key)), None)
+        sign = "attn_type_list" if is_linear else next((key for key in _OTHER_LAYERS if self.part.get(key)), None)
         if others or sign:
             what = (
                 f"layers of type {others[0][:40]!r}"
@@ -183,38 +188,8 @@ class _Reader:
                 "model's GGUF file or safetensors folder, which say where every byte is"
             )
 
-    # ------------------------------------------------------------------------------------------------ keys
-    def _value(self, keys: tuple[str, ...]) -> tuple[str, Any]:
-        """The first of the keys that is set, and its value; of a list of equal numbers the number."""
-        key = next((key for key in keys if self._part.get(key) is not None), keys[0])
-        value = self._part.get(key)
-        if isinstance(value, list) and value and all(item == value[0] for item in value):
-            return key, value[0]
-        return key, value
-
-    def _need(self, keys: tuple[str, ...], most: int = MAX_COUNT) -> int:
-        key, value = self._value(keys)
-        if value is None:
-            names = " or ".join(keys)
-            raise ModelFileError(
-                f"{self.path}: {names} is missing, but is needed to count parameters; take the model's own"
-            )
-        return self._checked(key, value, 1, most)
-
-    def _optional(self, keys: tuple[str, ...], default: int) -> int:
-        key, value = self._value(keys)
-        return default if value is None else self._checked(key, value, 0, MAX_COUNT)
-
-    def _checked(self, key: str, value: Any, least: int, most: int) -> int:
-        if type(value) is not int or not least <= value <= most:
-            raise ModelFileError(
-                f"{self.path}: {key} is {str(value)[:80]!r}, but must be a whole number from {least} to {most}; "
-                "correct it"
-            )
-        return value
-
     def _element_nbytes(self) -> int:
-        names = [part.get(key) for part in (self._part, self._config) for key in ("dtype", "torch_dtype")]
+        names = [part.get(key) for part in (self.part, self._config) for key in ("dtype", "torch_dtype")]
         name = next((name for name in names if name is not None), None)
         if isinstance(name, str) and name in DTYPE_NBYTES:
             return DTYPE_NBYTES[name]
@@ -235,8 +210,8 @@ class _Reader:
             raise StoreError(f"{self.path}: none of its {count} layers has experts by its own keys; check the file")
         shared, gate = self._shared(hidden, intermediate)
         sparse = experts * hidden + gate
-        dense = 0 if all(is_moe) else MATRICES * hidden * self._need(_DENSE_SIZE)
-        kinds = layer_kinds(self._part, count)
+        dense = 0 if all(is_moe) else MATRICES * hidden * self.need(_DENSE_SIZE)
+        kinds = layer_kinds(self.part, count)
         attention = {
             k: (self._linear(hidden) if k == LINEAR else self._attention(hidden)) for k in dict.fromkeys(kinds)
         }
@@ -249,29 +224,29 @@ class _Reader:
 
     def _shared(self, hidden: int, intermediate: int) -> tuple[int, int]:
         """Parameters of the shared experts, and of their gate."""
-        size = self._optional(_SHARED_SIZE, 0)
-        count = self._optional(_SHARED_COUNT, 1 if size or self._type.startswith("llama4") else 0)
+        size = self.optional(_SHARED_SIZE, 0)
+        count = self.optional(_SHARED_COUNT, 1 if size or self._type.startswith("llama4") else 0)
         has_gate = self._type.startswith("qwen") and size > 0
         return MATRICES * hidden * (size or intermediate) * count, hidden if has_gate else 0
 
     def _moe_layers(self, count: int) -> list[bool]:
         """Which layers have experts, by whichever of the families' keys are there."""
         for key in _MOE_LISTS:
-            flags = self._part.get(key)
+            flags = self.part.get(key)
             if isinstance(flags, list):
                 if len(flags) != count:
                     raise ModelFileError(
                         f"{self.path}: {key} has {len(flags)} entries, but num_hidden_layers is {count}; correct it"
                     )
                 return [bool(flag) and flag != "dense" for flag in flags]
-        named = self._part.get("moe_layers")
+        named = self.part.get("moe_layers")
         if isinstance(named, list) and named:
-            chosen = _numbers(named)
+            chosen = whole_numbers(named)
             return [layer in chosen for layer in range(count)]
-        first, last = self._optional(_FIRST_MOE, 0), self._part.get("moe_layer_end_index")
+        first, last = self.optional(_FIRST_MOE, 0), self.part.get("moe_layer_end_index")
         stop = last + 1 if type(last) is int and last >= 0 else count
-        every, frequency = max(1, self._optional(_EVERY, 1)), max(1, self._optional(("moe_layer_freq",), 1))
-        dense = _numbers(self._part.get("mlp_only_layers"))
+        every, frequency = max(1, self.optional(_EVERY, 1)), max(1, self.optional(("moe_layer_freq",), 1))
+        dense = whole_numbers(self.part.get("mlp_only_layers"))
         return [
             first <= layer < stop and (layer + 1) % every == 0 and layer % frequency == 0 and layer not in dense
             for layer in range(count)
@@ -279,28 +254,23 @@ class _Reader:
 
     def _attention(self, hidden: int) -> int:
         """Parameters of a layer's attention: grouped queries, or latent (MLA)."""
-        heads = self._need(("num_attention_heads",))
-        rank = self._optional(("kv_lora_rank",), 0)
+        heads = self.need(("num_attention_heads",))
+        rank = self.optional(("kv_lora_rank",), 0)
         if not rank:
-            head = self._optional(("head_dim",), 0) or hidden // heads
-            kv_heads = self._optional(("num_key_value_heads",), 0) or heads
-            is_gated = self._type == "qwen3_next" or self._part.get("attn_output_gate") is True
+            head = self.optional(("head_dim",), 0) or hidden // heads
+            kv_heads = self.optional(("num_key_value_heads",), 0) or heads
+            is_gated = self._type == "qwen3_next" or self.part.get("attn_output_gate") is True
             return hidden * head * ((3 if is_gated else 2) * heads + 2 * kv_heads)
-        plain, rope, value = (self._need((k,)) for k in ("qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"))
-        queries, width = self._optional(("q_lora_rank",), 0), heads * (plain + rope)
+        plain, rope, value = (self.need((k,)) for k in ("qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"))
+        queries, width = self.optional(("q_lora_rank",), 0), heads * (plain + rope)
         query = queries * (hidden + width) if queries else hidden * width
         return query + hidden * (rank + rope) + rank * heads * (plain + value) + heads * value * hidden
 
     def _linear(self, hidden: int) -> int:
         """Parameters of a layer's linear attention (gated delta rule): queries, keys, values, gates, convolution."""
         keys, values = (
-            self._need((f"linear_{n}_head_dim",)) * self._need((f"linear_num_{n}_heads",)) for n in ("key", "value")
+            self.need((f"linear_{n}_head_dim",)) * self.need((f"linear_num_{n}_heads",)) for n in ("key", "value")
         )
-        gates = 2 * self._need(("linear_num_value_heads",))
-        kernel = self._need(("linear_conv_kernel_dim",))
+        gates = 2 * self.need(("linear_num_value_heads",))
+        kernel = self.need(("linear_conv_kernel_dim",))
         return hidden * (2 * keys + 2 * values + gates) + (2 * keys + values) * kernel + values * hidden
-
-
-def _numbers(value: Any) -> set[int]:
-    """The whole numbers of a list; none of anything else."""
-    return {item for item in value if type(item) is int} if isinstance(value, list) else set()
