@@ -260,8 +260,9 @@ def test_assumed_routing_is_as_it_is_described(tmp_path):
         rates = summarise(skewed.trace).lru_hit_rates
         assert rates[8] == pytest.approx(0.66, abs=0.02) and rates[16] == pytest.approx(0.90, abs=0.02)
         assert summarise(skewed.trace).repeat_rate == pytest.approx(0.45, abs=0.02)
-    other = read_sizes(write_config(tmp_path, GPT_OSS_20B, model_type="mixtral"))
-    assert [routing.name for routing in routings_for(other)] == ["uniform", "skewed"]
+    for changes in ({"model_type": "mixtral"}, {"num_experts_per_tok": 2}, {"num_local_experts": 16}):
+        other = read_sizes(write_config(tmp_path, GPT_OSS_20B, **changes))
+        assert [routing.name for routing in routings_for(other)] == ["uniform", "skewed"]
 
 
 @needs_compiled

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -29,6 +30,7 @@ def model(tmp_path):
     return write_config(tmp_path, QWEN3_30B)
 
 
+TRACE = str(Path(__file__).parent.parent / "benchmarks" / "data" / "gptoss20b_160conv.trace")
 ROOM = ("--ram", "64GiB", "--vram", "10GiB")
 
 
@@ -66,8 +68,7 @@ def test_the_bundled_conversation_is_gpt_oss_routing(tmp_path):
     path = write_config(tmp_path, GPT_OSS_20B)
     shown = run("plan", str(path), *ROOM, "--slots", "8").stdout
     assert "recorded, routing: 240 tokens of gpt-oss-20b" in shown and "as --slots says" in shown
-    trace = "benchmarks/data/gptoss20b_160conv.trace"
-    one = json.loads(run("plan", str(path), *ROOM, "--trace", trace, "--json").stdout)
+    one = json.loads(run("plan", str(path), *ROOM, "--trace", TRACE, "--json").stdout)
     assert [routing["name"] for routing in one["speed"]["routings"]] == ["recorded"]
 
 
@@ -96,7 +97,7 @@ def test_a_named_machine_lends_its_memory(gguf):
         (["{model}", "--context", "0"], 2, "greater than or equal to 1"),
         (["{model}", "--machine", "mine"], 1, "machine 'mine': unknown"),
         (["{model}", "--trace", "/nowhere.trace"], 1, "No such file"),
-        (["{model}", "--trace", "benchmarks/data/gptoss20b_160conv.trace"], 1, "24 layers of 32 experts, but"),
+        (["{model}", "--trace", TRACE], 1, "24 layers of 32 experts, but"),
         (["{dense}"], 1, "a dense model has no experts to schedule"),
         (["{cut}"], 1, "copy it again"),
         (["{empty}"], 1, "holds no .gguf file, no .safetensors file and no config.json"),
