@@ -26,6 +26,7 @@ from trilane.traces.trace import STEP, Trace, TraceMeta, trace_of_tokens
 from trilane.traces.trace_import import bundled_trace
 
 TOKENS = 256  # of an assumed trace; the second half of them is counted
+MOST_TOKENS = 2048  # of a recorded one, so that a plan is there in seconds
 # Spread of experts' standing preference, and of what lasts from token to token, beside chance of spread 1. With these,
 # 32 experts of which 4 are used repeat by 45 %, and LRU caches of 8, 12, 16 and 24 hit 66, 80, 90 and 98 % (of 4,000
 # tokens); of 160 recorded conversations of gpt-oss-20b it is 45, and 66, 81, 90 and 98 %.
@@ -103,7 +104,7 @@ def routings_for(sizes: ModelSizes, recorded: Trace | None = None) -> list[Routi
 
 
 def recorded_routing(sizes: ModelSizes, trace: Trace) -> Routing:
-    """A trace of the model with the model's own bytes; steps of several rows (prompts) are left out."""
+    """The first `MOST_TOKENS` of a trace of the model, with its own bytes; steps of several rows (prompts) are left out."""
     theirs, ours, name = trace.meta.num_experts, sizes.num_experts, trace.meta.model or "a model without name"
     if theirs != ours:
         raise TraceError(
@@ -126,7 +127,8 @@ def recorded_routing(sizes: ModelSizes, trace: Trace) -> Routing:
         )
     left_out = int((trace.kind == STEP).sum() - single.sum())
     rest = f", {left_out:,} steps of several rows left out" if left_out else ""
-    return Routing("recorded", chosen, False, f"{num:,} tokens of {name}{rest}")
+    first = f"the first {MOST_TOKENS:,} of " if num > MOST_TOKENS else ""
+    return Routing("recorded", chosen.first_passes(MOST_TOKENS), False, f"{first}{num:,} tokens of {name}{rest}")
 
 
 def _events(trace: Trace, kept: np.ndarray, meta: TraceMeta) -> Trace:

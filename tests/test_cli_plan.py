@@ -69,7 +69,8 @@ def test_the_bundled_conversation_is_gpt_oss_routing(tmp_path):
     shown = run("plan", str(path), *ROOM, "--slots", "8").stdout
     assert "recorded, routing: 240 tokens of gpt-oss-20b" in shown and "as --slots says" in shown
     one = json.loads(run("plan", str(path), *ROOM, "--trace", TRACE, "--json").stdout)
-    assert [routing["name"] for routing in one["speed"]["routings"]] == ["recorded"]
+    (routing,) = one["speed"]["routings"]
+    assert routing["name"] == "recorded" and routing["about"] == "the first 2,048 of 51,488 tokens of gpt-oss-20b"
 
 
 def test_what_does_not_fit_is_exit_code_1_with_what_would_help(model):
