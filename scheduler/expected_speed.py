@@ -104,7 +104,7 @@ def routings_for(sizes: ModelSizes, recorded: Trace | None = None) -> list[Routi
 
 
 def recorded_routing(sizes: ModelSizes, trace: Trace) -> Routing:
-    """The first `MOST_TOKENS` of a trace of the model, with its own bytes; steps of several rows (prompts) are left out."""
+    """The first `MOST_TOKENS` of a trace, with the model's own bytes; steps of several rows (prompts) are left out."""
     theirs, ours, name = trace.meta.num_experts, sizes.num_experts, trace.meta.model or "a model without name"
     if theirs != ours:
         raise TraceError(
