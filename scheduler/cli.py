@@ -14,6 +14,7 @@ import typer
 from trilane import __version__
 from trilane.commands.bench import bench_app
 from trilane.commands.config import show_config
+from trilane.commands.plan import plan
 from trilane.commands.probe import probe
 from trilane.commands.record import record
 from trilane.commands.replay import replay
@@ -27,6 +28,7 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 app.command("probe")(probe)
+app.command("plan")(plan)
 app.add_typer(bench_app, name="bench")
 app.command("config")(show_config)
 app.command("replay")(replay)

@@ -14,6 +14,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from trilane.config import Config
+from trilane.expert import Geometry, first_shard_of
+from trilane.jit import compiled
 from trilane.machines import ReplayMachine
 from trilane.plan import Options, make_options
 from trilane.policy import empty_state, policy_options
@@ -109,33 +111,41 @@ def run_rule(replay: Replay, slots: int) -> ReplayResult:
 def run_hot_list(replay: Replay, slots: int) -> ReplayResult:
     """The experts that the whole trace uses most, resident from the start for good; misses are split at best."""
     state = make_state(replay.geometry, slots, eviction="given")
-    state.score[:] = _counts(replay.trace, replay)
-    ranked = np.lexsort((np.arange(len(state.score)), -state.score))
+    ranked = most_used(replay.trace, replay.geometry)
     state.score[ranked] = np.arange(len(ranked), 0, -1, dtype=np.float64)  # none is worth another's slot
-    _make_resident(state, replay, ranked)
+    make_resident(state, replay.geometry, ranked)
     options = make_options(admit="score", fills=False)
     return _done(replay.run_state("static hot list", state, options))
 
 
-def _counts(trace: Trace, replay: Replay) -> NDArray[np.float64]:
+def most_used(trace: Trace, geometry: Geometry) -> NDArray[np.int64]:
+    """All expert keys, int64 (experts,), in the order of how often a trace uses them."""
     per_event = np.diff(trace.start)
     ids = trace.ids.astype(np.int64)
     known = np.repeat(trace.kind == STEP, per_event) & (ids != trace.meta.no_expert)
-    keys = replay.geometry.first_expert[np.repeat(trace.layer, per_event)[known].astype(np.int64)] + ids[known]
-    return np.bincount(keys, minlength=int(replay.geometry.first_expert[-1])).astype(np.float64)
+    keys = geometry.first_expert[np.repeat(trace.layer, per_event)[known].astype(np.int64)] + ids[known]
+    counts = np.bincount(keys, minlength=int(geometry.first_expert[-1]))
+    return np.argsort(-counts, kind="stable")
 
 
-def _make_resident(state: State, replay: Replay, ranked: NDArray[np.intp]) -> None:
-    geometry, slots, victims = replay.geometry, np.zeros(1, np.int32), np.zeros(1, np.int64)
+def make_resident(state: State, geometry: Geometry, ranked: NDArray[np.int64]) -> None:
+    """Fill the free slots of a state with experts, in the order of ``ranked``."""
+    _fill_slots(state, geometry, ranked, np.zeros(1, np.int32), np.zeros(1, np.int64))
+
+
+@compiled
+def _fill_slots(state, geometry, ranked, slots, victims):
+    """The same with scratch for a slot and its victim, of which there is none."""
     for expert in ranked:
-        layer = int(geometry.layer_of[expert])
-        first = int(geometry.first_shard[layer] + (expert - geometry.first_expert[layer]) * geometry.num_shards[layer])
-        for shard in range(first, first + int(geometry.num_shards[layer])):
-            if state.num_free[state.pool_of[layer]] == 0:
-                return
-            take_slots(state, geometry, state.pool_of[layer], NO_PRICE, 1, slots, victims, 0)
-            reserve_slot(state, state.pool_of[layer], int(slots[0]), shard)
-            land_fill(state, geometry, int(slots[0]), shard)
+        layer = geometry.layer_of[expert]
+        pool = state.pool_of[layer]
+        first = first_shard_of(geometry, expert)
+        for shard in range(first, first + geometry.num_shards[layer]):
+            if state.num_free[pool] == 0:
+                break
+            take_slots(state, geometry, pool, NO_PRICE, 1, slots, victims, 0)
+            reserve_slot(state, pool, slots[0], shard)
+            land_fill(state, geometry, slots[0], shard)
 
 
 def run_references(whole: Replay, split: Replay, slots: int) -> list[ReplayResult]:

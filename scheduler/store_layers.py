@@ -6,7 +6,7 @@ What a layer is packed from (arrays, or files) is in array_source.py and file_so
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -115,9 +115,17 @@ def check_same_hidden(sources: Sequence[LayerSource]) -> None:
 
 
 def place_layers(sources: Sequence[LayerSource]) -> list[StoreLayer]:
-    placed, end = [], 0
-    for source in sources:
-        offset = -(-end // EXPERT_ALIGNMENT) * EXPERT_ALIGNMENT
-        placed.append(StoreLayer(source.layout, source.num_experts, source.gate, offset))
-        end = offset + source.num_experts * source.layout.expert_nbytes
-    return placed
+    offsets, _ = layer_offsets([source.num_experts * source.layout.expert_nbytes for source in sources])
+    return [
+        StoreLayer(source.layout, source.num_experts, source.gate, offset)
+        for source, offset in zip(sources, offsets, strict=True)
+    ]
+
+
+def layer_offsets(nbytes: Iterable[int]) -> tuple[list[int], int]:
+    """Where layers of such sizes lie in an arena, and how many bytes it has."""
+    offsets, end = [], 0
+    for size in nbytes:
+        offsets.append(-(-end // EXPERT_ALIGNMENT) * EXPERT_ALIGNMENT)
+        end = offsets[-1] + size
+    return offsets, end

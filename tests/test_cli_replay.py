@@ -12,7 +12,7 @@ from numba import config
 from test_cli import run
 from test_record import program
 
-from trilane.commands import replay as replay_command
+from trilane.commands.options import machine_option
 from trilane.traces.trace_file import read_trace
 
 needs_compiled = pytest.mark.skipif(bool(config.DISABLE_JIT), reason="needs compiled code")
@@ -118,7 +118,7 @@ def test_a_saved_profile_is_this_machine(npz, tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     saved = save_profile(make_profile())
     assert saved == profile_path(this_machine())
-    found = replay_command._machine("this", None, 7.0)
+    found = machine_option("this", None, 7.0)
     assert found.name == saved.stem and found.gap_us == 7 and found.format == "q4_k"
 
 

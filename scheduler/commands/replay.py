@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from trilane.commands.console import open_console
+from trilane.commands.options import MACHINE_HELP, machine_option, size_option
 
 if TYPE_CHECKING:
     from trilane.config import Config
@@ -31,10 +32,7 @@ def replay(
     vram: Annotated[str | None, typer.Option(help="Slots that fit into so many bytes, such as 8GiB.")] = None,
     machine: Annotated[
         str | None,
-        typer.Option(
-            help="A bundled machine (a wrong name lists them), 'this' for what trilane probe measured here, or the "
-            "JSON file of a profile. Default: rtx3090-ddr4."
-        ),
+        typer.Option(help=MACHINE_HELP),
     ] = None,
     policies: Annotated[
         list[Path] | None,
@@ -87,15 +85,15 @@ def replay(
 
     if sum(value is not None for value in (slots, slots_total, vram)) > 1:
         raise typer.BadParameter("give one of --slots, --slots-total and --vram", param_hint="--slots")
-    room, more = _size("--vram", vram), _size("--more-vram", more_vram)
-    nbytes, configs = _size("--expert-bytes", expert_bytes), _configs(policies or [])
+    room, more = size_option("--vram", vram), size_option("--more-vram", more_vram)
+    nbytes, configs = size_option("--expert-bytes", expert_bytes), _configs(policies or [])
     trace = _load(file, tokens, batch)
     if verify_plans:
         _verify(trace, as_json)
         return
     if not (trace.kind == STEP).any():
         raise TraceError(f"{file or 'the trace'}: it holds no whole layer-step: there is nothing to replay")
-    where = _machine(machine, format_name, gap_us)
+    where = machine_option(machine, format_name, gap_us)
     ready = Replay(trace, where, expert_nbytes=nbytes, num_shards=shards)
     if room is not None and 0 < room < ready.geometry.shard_nbytes.max():
         rule = f"not one slot of {ready.geometry.shard_nbytes.max()} bytes fits; give a size such as 8GiB"
@@ -150,39 +148,6 @@ def _load(file: Path | None, tokens: int | None, batch: int | None) -> Trace:
     if tokens is not None:
         trace = trace.first_passes(tokens)
     return trace if batch is None else as_batches(trace, batch)
-
-
-def _size(option: str, text: str | None) -> int | None:
-    from trilane.config import parse_nbytes
-
-    try:
-        return None if text is None else parse_nbytes(int(text) if text.isdigit() else text)
-    except ValueError as error:
-        raise typer.BadParameter(f"{text!r} {error}", param_hint=option) from None
-
-
-def _machine(name: str | None, format_name: str | None, gap_us: float | None) -> ReplayMachine:
-    from dataclasses import replace
-
-    from trilane.machines import DEFAULT_MACHINE, THIS_MACHINE, load_machine
-
-    if name == THIS_MACHINE:
-        here = _this_machine(format_name)
-        return here if gap_us is None else replace(here, gap_us=gap_us)
-    return load_machine(name or DEFAULT_MACHINE, format_name=format_name, gap_us=gap_us)
-
-
-def _this_machine(format_name: str | None) -> ReplayMachine:
-    """The machine that we run on, by its saved profile."""
-    from trilane.calibrate import this_machine
-    from trilane.errors import ProfileError
-    from trilane.machines import profile_machine
-    from trilane.profile_cache import find_profile
-
-    profile, found = find_profile(this_machine())
-    if profile is None:
-        raise ProfileError(f"machine 'this': {found}; run 'trilane probe' first, or name another machine")
-    return profile_machine(profile, Path(found), format_name)
 
 
 def _configs(policies: list[Path]) -> list[tuple[str, Config]]:

@@ -20,11 +20,12 @@ from trilane.readers.architectures import (
 )
 from trilane.readers.gguf import open_gguf
 from trilane.readers.layer_parts import Parts, find_layer
-from trilane.readers.model_file import ModelFiles
+from trilane.readers.model_file import ModelFiles, TensorInfo
 from trilane.readers.moe import LeftAlone, MoeLayer, MoeModel, expert_tensors
 from trilane.readers.names import ExpertName, read_checkpoint_name, read_gguf_name
 from trilane.readers.safetensors import open_safetensors
 
+SHARED, OTHER_EXPERTS, ALL_ELSE = SORTS = ("shared experts", "other experts", "all else")
 _SHARED = re.compile(r"_shexp|shared_expert|shared_mlp")
 _PREDICTION = re.compile(r"^mtp\.|\.mtp\.")
 
@@ -65,7 +66,7 @@ def find_experts(files: ModelFiles, prefix: str | None = None) -> MoeModel:
         There are none, or some are incomplete or do not fit.
     """
     read_name = read_gguf_name if files.kind == "gguf" else read_checkpoint_name
-    blocks = _group(files, read_name, _num_layers(files), prefix)
+    blocks = _group(files, read_name, num_layers_of(files), prefix)
     if not blocks:
         raise StoreError(
             f"{files.path}: none of its {len(files.tensors)} tensors is a routed expert's; is it a mixture-of-experts "
@@ -100,7 +101,7 @@ def _known_gate(files: ModelFiles) -> GateKind | None:
         return None
 
 
-def _num_layers(files: ModelFiles) -> int | None:
+def num_layers_of(files: ModelFiles) -> int | None:
     """Layers of the model itself, without those of multi-token prediction behind them; None if the files do not say."""
     if files.kind == "gguf":
         architecture = _architecture(files)
@@ -139,17 +140,20 @@ def _group(
     return blocks
 
 
+def sort_of(files: ModelFiles, tensor: TensorInfo) -> str:
+    """What a tensor is that is no routed expert of the model: one of `SORTS`."""
+    read_name: Any = read_gguf_name if files.kind == "gguf" else read_checkpoint_name
+    if _SHARED.search(tensor.name):
+        return SHARED
+    if _PREDICTION.search(tensor.name) or read_name(tensor.name) is not None:
+        return OTHER_EXPERTS  # of prediction, or of another model
+    return ALL_ELSE
+
+
 def _left_alone(files: ModelFiles, layers: Iterable[MoeLayer]) -> tuple[LeftAlone, ...]:
     taken = expert_tensors(tuple(layers))
-    sorts: dict[str, list[int]] = {"shared experts": [], "other experts": [], "all else": []}
-    read_name: Any = read_gguf_name if files.kind == "gguf" else read_checkpoint_name
+    sorts: dict[str, list[int]] = {sort: [] for sort in SORTS}
     for tensor in files.tensors.values():
-        if tensor in taken:
-            continue
-        if _SHARED.search(tensor.name):
-            sorts["shared experts"].append(tensor.nbytes)
-        elif _PREDICTION.search(tensor.name) or read_name(tensor.name) is not None:
-            sorts["other experts"].append(tensor.nbytes)  # of prediction, or of another model
-        else:
-            sorts["all else"].append(tensor.nbytes)
+        if tensor not in taken:
+            sorts[sort_of(files, tensor)].append(tensor.nbytes)
     return tuple(LeftAlone(what, len(sizes), sum(sizes)) for what, sizes in sorts.items() if sizes)

@@ -1,0 +1,57 @@
+"""Options that commands share: sizes with units, and the machine whose times are used."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import typer
+
+if TYPE_CHECKING:
+    from trilane.machines import ReplayMachine
+
+MACHINE_HELP = (
+    "A bundled machine (a wrong name lists them), 'this' for what trilane probe measured here, or the JSON file of a "
+    "profile. Default: rtx3090-ddr4."
+)
+
+
+def size_option(option: str, text: str | None) -> int | None:
+    """Bytes from a text such as "8GiB"; a wrong one is wrong usage."""
+    from trilane.config import parse_nbytes
+
+    try:
+        return None if text is None else parse_nbytes(int(text) if text.isdigit() else text)
+    except ValueError as error:
+        raise typer.BadParameter(f"{text!r} {error}", param_hint=option) from None
+
+
+def machine_option(name: str | None, format_name: str | None = None, gap_us: float | None = None) -> ReplayMachine:
+    """The machine that ``--machine`` names; the default one without a name.
+
+    Raises
+    ------
+    ProfileError, OSError
+        There is none of that name, its file is no profile, or this machine has not been measured.
+    """
+    from dataclasses import replace
+
+    from trilane.machines import DEFAULT_MACHINE, THIS_MACHINE, load_machine
+
+    if name == THIS_MACHINE:
+        here = _this_machine(format_name)
+        return here if gap_us is None else replace(here, gap_us=gap_us)
+    return load_machine(name or DEFAULT_MACHINE, format_name=format_name, gap_us=gap_us)
+
+
+def _this_machine(format_name: str | None) -> ReplayMachine:
+    """The machine that we run on, by its saved profile."""
+    from trilane.calibrate import this_machine
+    from trilane.errors import ProfileError
+    from trilane.machines import profile_machine
+    from trilane.profile_cache import find_profile
+
+    profile, found = find_profile(this_machine())
+    if profile is None:
+        raise ProfileError(f"machine 'this': {found}; run 'trilane probe' first, or name another machine")
+    return profile_machine(profile, Path(found), format_name)
