@@ -15,7 +15,7 @@ from trilane.state import check
 
 WORLDS, SEQUENCES = (12, 2) if config.DISABLE_JIT else (1000, 100)
 PLAIN = "800, 4, 10"  # worlds, sequences, events at most: plain Python takes 4 ms for each of these sequences
-needs_both = pytest.mark.skipif(bool(config.DISABLE_JIT), reason="compares compiled code with plain Python")
+needs_both = pytest.mark.skipif(bool(config.DISABLE_JIT), reason="needs compiled code")
 
 
 @pytest.mark.timeout(600)
