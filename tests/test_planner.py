@@ -206,6 +206,13 @@ def test_a_slow_link_gets_little():
     assert work.counts[STREAM] + work.counts[ZERO_COPY] <= 1
 
 
+def test_tiny_work_is_not_handed_to_threads():
+    """Fault T45: what the team's hand-over costs more than it saves is left to the lane that begins at once."""
+    geometry = make_geometry([8], [[2_000] * 3])
+    _, work = plan_once(geometry, H200, make_options(), range(3), [1] * 3)
+    assert work.counts[CPU] == 0 and work.counts[STREAM] + work.counts[ZERO_COPY] == 9
+
+
 now_ns = time.perf_counter_ns if numba.config.DISABLE_JIT else mono_ns
 
 
