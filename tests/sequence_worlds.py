@@ -109,7 +109,7 @@ def _random_options(rng):
 
 def _random_rates(rng):
     us = rng.integers(0, 30, 16) / 10.0
-    unknown = rng.random() < 0.1
+    no_copies, no_reads = rng.random(2) < 0.1  # rates that are not known
     return make_rates(
         step_fix_us=us[0],
         miss_fix_us=us[1],
@@ -117,10 +117,10 @@ def _random_rates(rng):
         hit_row_us_per_byte=us[3] / 300,
         stream_fix_us=us[4],
         run_fix_us=us[5],
-        stream_us_per_byte=0.01 + us[6] / 50,
+        stream_us_per_byte=np.inf if no_copies else 0.01 + us[6] / 50,
         stream_tail_us=us[7],
         zero_copy_fix_us=us[8],
-        zero_copy_us_per_byte=np.inf if unknown else us[9] / 50 + us[10] / 60 / np.arange(1, rng.integers(2, 9)),
+        zero_copy_us_per_byte=np.inf if no_reads else us[9] / 50 + us[10] / 60 / np.arange(1, rng.integers(2, 9)),
         zero_copy_on_device=bool(rng.integers(2)),
         cpu_fix_us=us[11],
         cpu_us_per_byte=0.01 + us[12] / 50,
