@@ -42,11 +42,8 @@ def check_out(out: Any, x: HostView) -> HostView:
 
 def check_routing(topk_ids: Any, topk_weights: Any, rows: int) -> tuple[np.ndarray, np.ndarray]:
     """Ids and float weights, (rows, top_k) each."""
-    ids = _view_or_list(topk_ids, "topk_ids", np.int64)
+    ids = _view_ids(topk_ids)
     weights = _view_or_list(topk_weights, "topk_weights", np.float32)
-    if ids.array.dtype.kind not in "iu" or ids.is_bfloat16:
-        kind = "bfloat16" if ids.is_bfloat16 else ids.array.dtype
-        raise ArrayTypeError(f"topk_ids: dtype {kind}, but integers are needed; convert them")
     if weights.array.dtype not in WEIGHT_DTYPES:
         raise ArrayTypeError(
             f"topk_weights: dtype {weights.array.dtype}, but floats are needed; convert them to float32"
@@ -61,6 +58,14 @@ def check_routing(topk_ids: Any, topk_weights: Any, rows: int) -> tuple[np.ndarr
             f"topk_weights: shape {weights.array.shape}, but topk_ids has {ids.array.shape}; both are (rows, top_k)"
         )
     return ids.array, _as_float32(weights)
+
+
+def check_topk_ids(topk_ids: Any) -> np.ndarray:
+    """Ids alone, (rows, top_k)."""
+    ids = _view_ids(topk_ids).array
+    if ids.ndim != 2:
+        raise ArrayError(f"topk_ids: shape {ids.shape}, but (rows, top_k) is needed")
+    return ids
 
 
 def check_ids(layer: int, ids: np.ndarray, num: int) -> None:
@@ -83,6 +88,14 @@ def apart_from(x: HostView, y: HostView) -> HostView:
     """``x``, copied if writing rows of ``y`` could change rows of it that are read later."""
     same_rows = x.address == y.address and x.array.strides == y.array.strides
     return x if same_rows or not np.may_share_memory(x.array, y.array) else view_array(x.array.copy(), "hidden")
+
+
+def _view_ids(topk_ids: Any) -> HostView:
+    ids = _view_or_list(topk_ids, "topk_ids", np.int64)
+    if ids.array.dtype.kind not in "iu" or ids.is_bfloat16:
+        kind = "bfloat16" if ids.is_bfloat16 else ids.array.dtype
+        raise ArrayTypeError(f"topk_ids: dtype {kind}, but integers are needed; convert them")
+    return ids
 
 
 def _view_or_list(value: Any, name: str, dtype: type) -> HostView:

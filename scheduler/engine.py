@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 
-from trilane.arguments import apart_from, bad_id, check_hidden, check_ids, check_out, check_routing
+from trilane.arguments import apart_from, bad_id, check_hidden, check_ids, check_out, check_routing, check_topk_ids
 from trilane.arrays import HostView, like_input
 from trilane.calibrate import this_machine
 from trilane.config import Config
@@ -33,6 +33,7 @@ from trilane.errors import (
     WorkerError,
 )
 from trilane.expert import Outcome, Plan
+from trilane.forecast import Forecast
 from trilane.host_runner import HostRunner, StepInput
 from trilane.journal import StoryEntry
 from trilane.layer_rates import rates_of_layers
@@ -145,6 +146,7 @@ class ExpertScheduler:
         self._ticket: Ticket | None = None
         self._failure: TrilaneError | None = None
         self._steps: Any = None  # reads a caller's arrays for a GPU
+        self._forecast: Forecast | None = None
         with _public_errors():
             self._runner: Any = self._open_gpu(device) if device != "host" else None
             if self._runner is None:
@@ -326,6 +328,46 @@ class ExpertScheduler:
             return self._runner.start_fills(layer, wanted)
 
     # ------------------------------------------------------------------------------------------- looking
+    def predict_us(self, layer: int, topk_ids: Any) -> float:
+        """What a step with these ids would take if it came now, by the cost model. Nothing changes.
+
+        So an engine can see what more rows cost: ``predict_us(layer, ids[:n])`` for n = 1, 2, 3 draft tokens of
+        speculative decoding, say, or with and without a request that could wait. A row whose experts others need too,
+        or that lie in slots, costs little; one whose experts must be fetched costs most of a step.
+
+        Parameters
+        ----------
+        layer : int
+            Index of the MoE layer in the store.
+        topk_ids : integer array (rows, top_k)
+            Expert ids as for :meth:`forward`, in host memory.
+
+        Returns
+        -------
+        float
+            us of the layer-step; infinite where it finds no slot and no other lane is allowed. A background fill that
+            is under way counts as missing. The first call compiles its code, which takes a while once.
+
+        Raises
+        ------
+        ArrayError, RoutingError, WorkerError, ClosedError, ForkError
+            More rows than one step takes are an ArrayError too.
+        """
+        self._check_usable()
+        layer = self._check_layer(layer)
+        ids, runner = check_topk_ids(topk_ids), self._runner
+        check_ids(layer, ids, self.store.layers[layer].num_experts)
+        if ids.size == 0:
+            return 0.0
+        most = runner.max_rows(ids.shape[1])
+        if len(ids) > most:
+            raise ArrayError(f"topk_ids: {len(ids)} rows, but one step takes {most} here; ask about so many at most")
+        with self._failing():
+            forecast = self._forecast = Forecast.of(runner, self._forecast)
+            with runner.threads.holding() if self._steps is not None else contextlib.nullcontext():
+                forecast.ask(layer, ids)
+            return forecast.predict_us(runner.rates[layer])
+
     def stats(self) -> Stats:
         """A snapshot of all counters since the start."""
         return self._make_stats(self._runner.totals)

@@ -301,6 +301,7 @@ def _check_experts(state: State, geometry: Geometry) -> None:
         assert fits, f"layer {layer}: a shard is larger than a slot"
     held = sorted(state.held[: state.num_held[0]].tolist())
     assert held == np.flatnonzero(state.flags & HELD).tolist(), f"held {held} against the flags"
+    assert len(held) == state.num_held[0], f"num_held {state.num_held}"
 
 
 def _check_pools(state: State, geometry: Geometry) -> None:
@@ -309,6 +310,7 @@ def _check_pools(state: State, geometry: Geometry) -> None:
         stack = sorted(state.free[a : a + state.num_free[p]].tolist())
         free = (np.flatnonzero(state.owner[a:b] == -1) + a).tolist()
         assert stack == free, f"pool {p}: free stack {stack}, free slots {free}"
+        assert len(free) == state.num_free[p], f"pool {p}: num_free"
         assert state.num_filling[p] == state.filling[a:b].sum(), f"pool {p}: num_filling"
 
 
@@ -319,6 +321,7 @@ def _check_heap(state: State, geometry: Geometry, p: int) -> None:
     mine = state.pool_of[geometry.layer_of] == p
     members = np.flatnonzero(mine & (state.resident > 0) & ((state.flags & HELD) == 0))
     assert sorted(heap.tolist()) == members.tolist(), f"pool {p}: heap {sorted(heap)}, owners {members}"
+    assert len(heap) == size, f"pool {p}: heap_size {size}"
     assert (state.heap_pos[heap] == np.arange(size)).all(), f"pool {p}: heap_pos"
     assert (state.heap_score[a : a + size] == state.score[heap]).all(), f"pool {p}: heap_score"
     outside = mine.copy()

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from plan_cases import H200, plan_once
 
-from trilane.cost import STEP_US, TERM_NAMES, make_rates
+from trilane.cost import STEP_US, TERM_NAMES, Loads, make_rates, step_us
 from trilane.cpu_kernels.atomics import mono_ns
 from trilane.expert import CPU, HIT, STREAM, UNPLACED, ZERO_COPY, decision, make_geometry
 from trilane.plan import NUM_COPIES, NUM_EVICTIONS, NUM_FILLS, freeze_plan, make_options, make_work, single_lane_us
@@ -31,6 +31,37 @@ def test_rows_of_a_batch_stay_with_their_expert():
     assert (lanes[1] == STREAM).all()  # the expert of most rows is not computed on the CPU
     assert (lanes[[0, 2, 3]] == CPU).any()
     assert work.lane_nbytes.sum() == 12 * 100_000
+
+
+@pytest.mark.parametrize("rows", [1, 2, 4])
+def test_a_batch_reads_the_union_of_its_experts_once(rows):
+    """Fault T36: batches of 1, 2 and 4; what the lanes read is the union, whatever the number of rows behind it."""
+    geometry, rng = make_geometry([16], [[100_000] * 3]), np.random.default_rng(rows)
+    for clock in range(8):
+        ids, counts = np.unique([rng.choice(16, 4, replace=False) for _ in range(rows)], return_counts=True)
+        _, work = plan_once(geometry, H200, make_options(), ids, counts, resident=range(3), clock=clock)
+        assert work.lane_nbytes.sum() == len(ids) * 300_000
+        assert work.lane_row_nbytes.sum() == rows * 4 * 300_000
+
+
+def test_lanes_that_slow_each_other_down_share_no_more_than_helps():
+    """Fault T03: link 25 and CPU 65 GB/s alone, 58 together: a split by these rates loses to the CPU."""
+    geometry, six = make_geometry([64], [[900_000] * 3]), (range(6), [1] * 6)
+    alone = H200._replace(
+        stream_us_per_byte=1e-3 / 25, zero_copy_us_per_byte=np.array([1e-3 / 25]), cpu_us_per_byte=1e-3 / 65,
+        cpu_row_us_per_byte=0.0, both_us_per_byte=0.0,
+    )  # fmt: skip
+    together = alone._replace(both_us_per_byte=1e-3 / 58, link_slowdown=0.4)  # as a pair: the link falls to 15
+    _, naive = plan_once(geometry, alone, make_options(), *six)
+    _, work = plan_once(geometry, together, make_options(), *six)
+    nbytes = naive.lane_nbytes
+    load = Loads(
+        0.0, 0.0, float(naive.counts[NUM_COPIES]), nbytes[STREAM], nbytes[STREAM], int(naive.counts[ZERO_COPY]),
+        nbytes[ZERO_COPY], nbytes[ZERO_COPY], int(naive.counts[CPU]), nbytes[CPU], nbytes[CPU],
+    )  # fmt: skip
+    assert step_us(together, load) > 1.04 * work.predicted_us[STEP_US]
+    assert work.predicted_us[STEP_US] <= min(single_lane_us(geometry, together, 0, np.ones(6), 6, work).values())
+    assert work.counts[STREAM] + work.counts[ZERO_COPY] < naive.counts[STREAM] + naive.counts[ZERO_COPY]
 
 
 @pytest.mark.parametrize("lane", [STREAM, ZERO_COPY, CPU])
@@ -173,6 +204,13 @@ def test_a_slow_link_gets_little():
     slow = H200._replace(stream_us_per_byte=1e-3 / 3, zero_copy_us_per_byte=np.array([1e-3 / 3]))
     _, work = plan_once(geometry, slow, make_options(), range(3), [1] * 3)
     assert work.counts[STREAM] + work.counts[ZERO_COPY] <= 1
+
+
+def test_tiny_work_is_not_handed_to_threads():
+    """Fault T45: what the team's hand-over costs more than it saves is left to the lane that begins at once."""
+    geometry = make_geometry([8], [[2_000] * 3])
+    _, work = plan_once(geometry, H200, make_options(), range(3), [1] * 3)
+    assert work.counts[CPU] == 0 and work.counts[STREAM] + work.counts[ZERO_COPY] == 9
 
 
 now_ns = time.perf_counter_ns if numba.config.DISABLE_JIT else mono_ns
