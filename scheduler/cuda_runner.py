@@ -178,6 +178,11 @@ class CudaRunner:
             self._rate_addresses[:] = [stash.address for stash in self._rate_stashes]
         del before
 
+    @property
+    def usual_options(self) -> Options:
+        """What steps are planned with: there is no guard here."""
+        return self.options
+
     def use_options(self, options: Options) -> Options:
         """Plan with other options from now on; those used before."""
         before, self.options = self.options, options

@@ -90,9 +90,10 @@ class Forecast:
     @classmethod
     def of(cls, runner: Any, before: Forecast | None) -> Forecast:
         """The one from before, if the runner still has that state and these options; else a new one."""
-        if before is not None and before.state is runner.state and before.options == runner.options:
+        options = runner.usual_options
+        if before is not None and before.state is runner.state and before.options == options:
             return before
-        return cls(runner.state, runner.geometry, runner.options)
+        return cls(runner.state, runner.geometry, options)
 
     def _reserve(self, entries: int) -> None:
         self._entries = entries

@@ -48,6 +48,11 @@ class GuardedOptions:
             return asked, False  # alone it would take several waves
         return options, True
 
+    def usual(self, asked: Options) -> Options:
+        """What steps are planned with outside of windows."""
+        lane = int(self.guard.lane[0])
+        return asked if lane == 0 or asked is not self._options else self._alone[1 << lane]
+
     @property
     def is_due(self) -> bool:
         """Whether `begin_window` should be called."""

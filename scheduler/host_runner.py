@@ -216,6 +216,11 @@ class HostRunner:
         self._plan_with(options)
         return before
 
+    @property
+    def usual_options(self) -> Options:
+        """What steps are planned with, the guard's word included."""
+        return self._guarded.usual(self.options)
+
     def _plan_with(self, options: Options) -> None:
         self._lose_track()
         self._run = Stash(self._run.held._replace(options=options))

@@ -50,6 +50,8 @@ def test_steps_end_up_on_the_lane_that_is_faster_and_it_is_said(store, scheduler
     assert all((a == b).all() for a, b in zip(outputs, expected, strict=True))
     assert np.median(times[-20:]) < 0.8 * np.median(slow[-20:])
     assert "zero_copy alone faster" in caplog.text
+    _, ids, _ = step_inputs(rows=1, seed=0)
+    assert scheduler.predict_us(0, ids) > unguarded.predict_us(0, ids)  # no help is expected of the CPU any more
     assert "zero_copy alone faster" in scheduler.stats().inactive["split"]
     assert "zero_copy alone faster" in scheduler.explain(0).plan.why
     assert unguarded.stats().inactive.keys().isdisjoint({"split"})
