@@ -18,6 +18,7 @@ from trilane.probes.timing import time_cases
 BATCH_ROWS = 16
 BIG_NBYTES = 12 << 20  # of the larger job of a pair: well above the hand-over of any lane
 SAMPLE_US = 300.0
+FEW_SAMPLES = 8  # of fewer than so many the lower quartile counts: one or two held-up ones move the median
 FASTER_THAN_MEAN = 2.0  # a slope is at most so much better than the whole job: one bad sample gives no endless rate
 
 
@@ -75,11 +76,11 @@ def measure_lane(
     lane: str, lanes: Lanes, experts: Experts, slots: Arena, *, num_rows: int = 1, num_samples: int = 11
 ) -> LaneTimes:
     """One pass of one lane alone ("hit", "stream", "zero_copy" or "cpu"); ``slots`` is where copies go."""
-    counts = (1, max(3, BIG_NBYTES // experts.nbytes)) if num_rows == 1 else (1, 2)
+    counts = (1, max(2, BIG_NBYTES // experts.nbytes)) if num_rows == 1 else (1, 2)
     cases = [lanes_case(LaneRing(lanes, experts, slots, Share(num_rows=num_rows, **{lane: count}))) for count in counts]
     few, many = time_cases(cases, num_samples=num_samples, sample_us=SAMPLE_US)
     threads = lanes.num_threads if lane == "cpu" else 1
-    us = (few.median_us, many.median_us)
+    us = (few.low_us, many.low_us) if num_samples < FEW_SAMPLES else (few.median_us, many.median_us)
     return LaneTimes(lane, experts.format, threads, num_rows, experts.nbytes, counts, us)
 
 

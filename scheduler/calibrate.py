@@ -162,7 +162,10 @@ def _measure_read(session: Session, previous: dict[int, float] | None) -> dict[i
     counts = sorted({*session.thread_counts, session.budget.num_concurrent})
     if not previous:
         session.experts(session.format_order[0])  # pages that nobody wrote are all one page
-    found = {rate.num_threads: rate.gb_s for rate in measure_read(counts, arena=session.arena, num_samples=11)}
+    found = {
+        rate.num_threads: rate.gb_s
+        for rate in measure_read(counts, arena=session.arena, num_samples=7 if session.quick else 11)
+    }
     return {n: max(gb_s, (previous or {}).get(n, 0.0)) for n, gb_s in found.items()}
 
 
@@ -179,7 +182,8 @@ def _measure_experts(session: Session, previous: dict[LaneKey, LaneTimes] | None
     most, samples = session.thread_counts[-1], 5 if session.quick else 11
     for name in session.format_order:
         experts = session.experts(name)
-        jobs = [("cpu", n, 1) for n in session.thread_counts] + [("hit", most, 1), ("zero_copy", most, 1)]
+        counts = session.thread_counts if name == session.base_format or not session.quick else (most,)
+        jobs = [("cpu", n, 1) for n in counts] + [("hit", most, 1), ("zero_copy", most, 1)]
         batches = (most,) if session.quick else sorted({1, most})
         jobs += [("cpu", n, BATCH_ROWS) for n in batches] + [("hit", most, BATCH_ROWS)]
         for lane, n, rows in jobs:

@@ -39,7 +39,11 @@ def measure_fixed_costs(runner: HostRunner, profile: MachineProfile) -> dict[str
     ``profile`` has the rates of all lanes. The runner is reset afterwards.
     """
     probe = _LaneProbe(runner, layer_rates(profile, runner.store.layers[0], runner.device.num_threads))
-    samples = probe.measure()
+    before = runner.options
+    try:
+        samples = probe.measure()
+    finally:
+        runner.use_options(before)
     runner.reset()
     return fixed_costs(samples)
 
@@ -127,12 +131,10 @@ class _LaneProbe:
         step = StepInput(
             0, 1, len(experts), self.hidden.ctypes.data, stride, "f32", self.out.ctypes.data, stride, "f32"
         )
-        before = runner.use_options(options)
-        try:
-            runner.begin(step)
-            runner.finish()
-        finally:
-            runner.use_options(before)
+        if options != runner.options:
+            runner.use_options(options)
+        runner.begin(step)
+        runner.finish()
         return float(runner.lane_us[PLACES[lane]]), runner.step_us
 
     def _sample(self, lane: str, n: int, taken: np.ndarray) -> Sample:
