@@ -36,7 +36,7 @@ from trilane.cpu_kernels.words import (
 from trilane.jit import compiled, native
 
 ABORTED = 1
-COPY_CHUNK_NBYTES = 256 << 10  # a background copy gives way to a demand after at most this much
+COPY_CHUNK_NBYTES = 32 << 10  # a background copy gives way to a demand after at most this much
 SPINS_BEFORE_SLEEP = 2000
 SLEEP_SLICE_NS = 2_000_000
 

@@ -34,6 +34,7 @@ from trilane.errors import ConfigError, DeviceError, Problem
 from trilane.expert import CPU, HIT, STREAM, ZERO_COPY, Outcome, Plan
 from trilane.fill_budget import FillBudget
 from trilane.guarded import GuardedOptions
+from trilane.host_fills import Fill, HostFills, end_fill, reserve_hinted, reserve_own
 from trilane.host_run import (
     DONE,
     FAILED,
@@ -53,10 +54,9 @@ from trilane.host_tables import make_tables, store_geometry
 from trilane.journal import StoryEntry, expert_story, last_plan, make_journal
 from trilane.observed import make_observed, observe_lane, pass_step, scale_rates
 from trilane.plan import Options, make_work, single_lane_us
-from trilane.planner import abandon_step, plan_background, plan_fills
+from trilane.planner import abandon_step
 from trilane.policy import empty_state, num_slots, policy_options
 from trilane.recorder import Recorder
-from trilane.residency import drop_fill, land_fill
 from trilane.routing import make_grouping
 from trilane.stash import Stash, on_stashes, stash_each
 from trilane.state import State
@@ -131,7 +131,7 @@ class HostRunner:
         self.options = self._own_options = policy_options(config)
         self.rates = [make_rates()] * store.num_layers  # of a probe: every lane is forced there
         self._work, self._fill_work = make_work(self.geometry), make_work(self.geometry)
-        self._step = np.zeros(Step.SIZE, np.int64)
+        self._step, self._asked = np.zeros(Step.SIZE, np.int64), np.zeros(Fill.SIZE, np.int64)
         blocks = -(-store.hidden // BLOCK)
         self._step[Step.INT8_STRIDE] = blocks * RECORD_NBYTES
         self._step[Step.FLOATS_STRIDE] = blocks * F32_BLOCK_NBYTES
@@ -157,16 +157,18 @@ class HostRunner:
             on_stashes(function, run) for function in (group_step, finish_step, close_step)
         )
         self._plan_and_post = on_stashes(plan_and_post, run, rates)
+        self._reserve_hinted, self._reserve_own, self._end_fill = (
+            on_stashes(function, self._fill_run.kind) for function in (reserve_hinted, reserve_own, end_fill)
+        )
         for function, arguments in (
             (self._group_step, (0,)),
             (self._plan_and_post, (0, 0)),
             (self._finish_step, (0,)),
             (self._close_step, (0,)),
             (abandon_step, (state, geometry, 0, experts, 0, self._work)),
-            (plan_fills, (state, geometry, self.options, 0, experts, 0, 0, self._fill_work)),
-            (plan_background, (state, geometry, self.options, 0, self._fill_work)),
-            (land_fill, (state, geometry, 0, 0)),
-            (drop_fill, (state, geometry, 0, 0)),
+            (self._reserve_hinted, (0,)),
+            (self._reserve_own, (0,)),
+            (self._end_fill, (0,)),
             (set_flag, (0, 0)),
         ):
             function.compile(tuple(typeof(argument) for argument in arguments))
@@ -195,6 +197,12 @@ class HostRunner:
             self._lanes, self._step,
         )  # fmt: skip
         self._run = Stash(held)
+        self._bind_fills()
+
+    def _bind_fills(self) -> None:
+        experts = np.zeros(self._shape.max_experts, np.int32)
+        held = HostFills(self.state, self.geometry, self.options, self._fill_work, experts, self._asked)
+        self._fill_run = Stash(held)
 
     @property
     def rates(self) -> list[Rates]:
@@ -214,6 +222,7 @@ class HostRunner:
         """Plan with other options from now on, without the guard unless they are the policy's; those used before."""
         before, self.options = self.options, options
         self._plan_with(options)
+        self._bind_fills()
         return before
 
     @property
@@ -453,21 +462,22 @@ class HostRunner:
             raise
 
     def _reserve_fills(self, layer: int, experts: Sequence[int]) -> int:
-        ids, w = np.array(experts, np.int32), self._fill_work
-        clock = int(self._step[Step.CLOCK])
+        self._fill_run.held.experts[: len(experts)] = experts
+        self._asked[Fill.LAYER : Fill.CLOCK + 1] = layer, len(experts), self._step[Step.CLOCK]
         self._is_unsure = True
-        num = int(plan_fills(self.state, self.geometry, self.options, layer, ids, len(ids), clock, w))
-        self._take_fills(num)
+        self._reserve_hinted(self._fill_run.address)
+        num = self._take_fills()
         if self.recorder is not None:
-            self.recorder.hint(layer, experts, num, w)
+            self.recorder.hint(layer, experts, int(self._asked[Fill.DIGEST]))
         self._post_fills()
         return num
 
-    def _take_fills(self, num: int) -> None:
-        """The fills of the plan, none of which has landed."""
-        w = self._fill_work
+    def _take_fills(self) -> int:
+        """The fills that were reserved, none of which has landed; how many."""
+        w, num = self._fill_work, int(self._asked[Fill.NUM])
         self._landed = np.zeros(num, np.int64)
         self._fills = [(int(w.fill_slot[i]), int(w.fill_shard[i])) for i in range(num)]
+        return num
 
     def _learn_rates(self) -> None:
         """What the lanes took moves the rates of all layers; a step of several waves tells nothing of single lanes."""
@@ -494,12 +504,12 @@ class HostRunner:
         if self.recorder is not None:
             self.recorder.ready()
         try:
-            w = self._fill_work
+            self._asked[Fill.MOST] = self._budget.most
             self._is_unsure = True
-            num = int(plan_background(self.state, self.geometry, self.options, self._budget.most, w))
-            self._take_fills(num)
+            self._reserve_own(self._fill_run.address)
+            num = self._take_fills()
             if self.recorder is not None:
-                self.recorder.background(self._budget.most, num, w)
+                self.recorder.background(self._budget.most, int(self._asked[Fill.DIGEST]))
             self._is_own_fill = num > 0
             self._post_fills()
         except BaseException:
@@ -548,7 +558,7 @@ class HostRunner:
             self.recorder.settled(self._landed.astype(bool).tolist())
         try:
             for index, (slot, shard) in enumerate(fills):
-                self._end_fill(slot, shard, bool(self._landed[index]))
+                self._take_in(slot, shard, int(self._landed[index]))
             if was_unsure:
                 self._drop_unknown()
         except BaseException:
@@ -559,14 +569,13 @@ class HostRunner:
     def _drop_unknown(self) -> None:
         """Give back slots that were reserved for fills of which an interrupt took the list."""
         for slot in np.flatnonzero(self.state.filling).tolist():
-            drop_fill(self.state, self.geometry, slot, int(self.state.owner[slot]))
+            self._take_in(slot, int(self.state.owner[slot]), 0)
 
-    def _end_fill(self, slot: int, shard: int, landed: bool) -> None:
-        if landed:
-            land_fill(self.state, self.geometry, slot, shard)
-            self.totals[Total.BACKGROUND_FILLS] += 1
-        else:
-            drop_fill(self.state, self.geometry, slot, shard)
+    def _take_in(self, slot: int, shard: int, landed: int) -> None:
+        """A fill has landed, or gives its slot back."""
+        self._asked[Fill.SLOT : Fill.LANDED + 1] = slot, shard, landed
+        self._end_fill(self._fill_run.address)
+        self.totals[Total.BACKGROUND_FILLS] += landed
 
     # ----------------------------------------------------------------------------------------- warm start
     @property

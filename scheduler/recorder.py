@@ -19,10 +19,9 @@ import numpy as np
 from numba import typeof
 
 from trilane.config import Config
-from trilane.digest import fills_digest, plan_digest
+from trilane.digest import plan_digest
 from trilane.host_run import Step
 from trilane.jit import compiled
-from trilane.plan import Work
 from trilane.records import record
 from trilane.stash import Stash, on_stashes
 from trilane.state import State
@@ -145,7 +144,6 @@ class Recorder:
         )
         for function in (self._write_step, self._write_wave):
             function.compile((typeof(0), typeof(0)))
-        fills_digest.compile((typeof(0), typeof(0), typeof(run.held.work)))
         self._thread = threading.Thread(target=self._write_blocks, name="trilane-recorder", daemon=True)
         self._thread.start()
 
@@ -175,13 +173,13 @@ class Recorder:
             self._flush(int(run.held.step[Step.NUM_ROWS] * run.held.step[Step.TOP_K]))
             write(run.address, self._current().address)
 
-    def hint(self, layer: int, experts: Sequence[int], num_fills: int, work: Work) -> None:
-        """Record which experts were hinted and what was reserved for them."""
-        self._add(HINT, layer, experts, int(fills_digest(layer, num_fills, work)))
+    def hint(self, layer: int, experts: Sequence[int], digest: int) -> None:
+        """Record which experts were hinted, and the hash of what was reserved for them (`fills_digest`)."""
+        self._add(HINT, layer, experts, digest)
 
-    def background(self, most: int, num_fills: int, work: Work) -> None:
-        """Record that up to ``most`` fills were asked for, and what was reserved."""
-        self._add(BACKGROUND, 0, (most,), int(fills_digest(0, num_fills, work)))
+    def background(self, most: int, digest: int) -> None:
+        """Record that up to ``most`` fills were asked for, and the hash of what was reserved (layer 0)."""
+        self._add(BACKGROUND, 0, (most,), digest)
 
     def settled(self, landed: Sequence[int]) -> None:
         """Record which of the reserved fills landed."""

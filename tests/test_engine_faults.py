@@ -18,6 +18,7 @@ from numba import config
 
 from trilane import DeviceError, WorkerError
 from trilane.cpu_kernels.float_env import EXACT
+from trilane.cpu_kernels.host_lanes import COPY_CHUNK_NBYTES
 from trilane.state import check
 
 pytestmark = pytest.mark.skipif(bool(config.DISABLE_JIT), reason="needs compiled code")
@@ -148,7 +149,10 @@ def test_a_lane_that_is_slow_to_give_up(store, scheduler_of, monkeypatch, lane):
 
 @pytest.mark.skipif(not LINUX, reason="needs Linux signals")
 def test_interrupt_while_a_fill_gives_way(store, scheduler_of, monkeypatch):
-    rate = slow(store, 0.5, "link_gb_s")
+    largest = int(store.layers[0].layout.shard_nbytes.max())
+    rate = slow(
+        store, 0.5 * max(1.0, largest / COPY_CHUNK_NBYTES), "link_gb_s"
+    )  # half a second for what it must finish
     scheduler = scheduler_of(store, cache={"fraction": 1.0}, policy=force("cpu"), host_device={**rate, "cpu_gb_s": 50})
     assert scheduler.hint(0, [0, 1]) == 4
     x, ids, weights = step_inputs()

@@ -15,7 +15,16 @@ from numba import config
 from numba.core.runtime import _nrt_python, rtsys
 from test_engine import EXPERTS, HIDDEN, IDS, LANES, WEIGHTS, X, step_inputs
 
-from trilane import ArrayTypeError, ClosedError, DeviceError, RoutingError, TrilaneError, host_run, host_runner
+from trilane import (
+    ArrayTypeError,
+    ClosedError,
+    DeviceError,
+    RoutingError,
+    TrilaneError,
+    host_fills,
+    host_run,
+    host_runner,
+)
 
 pytestmark = pytest.mark.skipif(bool(config.DISABLE_JIT), reason="needs compiled code")
 
@@ -211,7 +220,9 @@ def test_more_shards_than_slots_are_streamed_in_waves(store, scheduler_of):
 
 def test_nothing_is_compiled_after_the_start(store, scheduler_of):
     """Not in the first step, a large batch, a wave, a hint or a failure: they would take a second each."""
-    functions = [f for module in (host_run, host_runner) for f in vars(module).values() if hasattr(f, "signatures")]
+    functions = [
+        f for module in (host_run, host_fills, host_runner) for f in vars(module).values() if hasattr(f, "signatures")
+    ]
     scheduler = scheduler_of(store, cache={"slots": 2}, policy={"force": "stream"})
 
     def count_compiled():
@@ -227,7 +238,7 @@ def test_nothing_is_compiled_after_the_start(store, scheduler_of):
     scheduler._ticket = None  # as an interrupt would leave it
     scheduler.forward(1, *step_inputs())
     assert count_compiled() == before
-    assert {host_run.open_step, host_runner.plan_fills, host_runner.abandon_step} <= set(functions)
+    assert {host_run.open_step, host_fills.reserve_hinted, host_runner.abandon_step} <= set(functions)
 
 
 # ---------------------------------------------------------------------------------------- no allocation
