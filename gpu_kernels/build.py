@@ -10,8 +10,6 @@ from __future__ import annotations
 
 import functools
 import hashlib
-import os
-import tempfile
 from collections.abc import Mapping
 from dataclasses import dataclass
 from importlib import resources
@@ -22,6 +20,7 @@ from trilane.cpu_kernels.formats import format_of
 from trilane.cpu_kernels.layout import ExpertLayout
 from trilane.gpu_kernels import nvrtc
 from trilane.gpu_kernels.words import c_header
+from trilane.whole_file import replace_file
 
 PROGRAM = ("publish.cu", "experts.cu", "combine.cu", "prefill.cu", "prefill_experts.cu")
 KERNELS = (
@@ -115,22 +114,8 @@ def cubin(variant: Variant | Program, architecture: int, folder: Path | None = N
     except OSError:
         made = compile_variant(variant, architecture)
     try:
-        _write_whole(path, made)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        replace_file(path, made)
     except OSError:
         pass  # compiled again next time
     return made
-
-
-def _write_whole(path: Path, data: bytes) -> None:
-    """All of it under its name, or nothing: a reader never meets half a file."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    handle, name = tempfile.mkstemp(dir=path.parent, prefix=path.stem[:16])
-    try:
-        with os.fdopen(handle, "wb") as file:
-            file.write(data)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(name, path)
-    except BaseException:
-        os.unlink(name)
-        raise

@@ -36,7 +36,7 @@ MAY_IMPORT: list[tuple[tuple[str, ...], tuple[str, ...]]] = [
     (tuple(sorted(DECISIONS)), (*sorted(DECISIONS), *sorted(LEAVES))),
     (("readers",), ("readers", "errors")),
     (("cpu_kernels",), ("cpu_kernels", "jit", "records")),
-    (("gpu_kernels",), ("gpu_kernels", "cpu_kernels.formats", "cpu_kernels.layout", "jit")),
+    (("gpu_kernels",), ("gpu_kernels", "cpu_kernels.formats", "cpu_kernels.layout", "jit", "whole_file")),
     (("probes",), ("probes", "cpu_kernels", "gpu_kernels", "profile", "jit", "errors")),
 ]
 FOREIGN_TO_DECISIONS = {
