@@ -64,12 +64,11 @@ def memory_here(root: Path = Path("/")) -> HostMemory:
 
 def vram_here() -> Vram:
     """Free memory of the first visible GPU; its driver is only loaded here."""
-    from trilane.cuda_errors import device_errors
-    from trilane.gpu_kernels.driver import CudaDriver, DriverMissing
+    from trilane.cuda_errors import open_gpu
+    from trilane.gpu_kernels.driver import DriverMissing
 
     try:
-        with device_errors():
-            driver = CudaDriver()
+        driver = open_gpu()
     except DeviceError as error:
         return Vram(None, "no GPU here" if isinstance(error.__cause__, DriverMissing) else str(error))
     try:
