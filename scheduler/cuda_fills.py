@@ -45,6 +45,7 @@ def begin_fills(run):
             kept += 1
         else:  # a copy from pageable memory would hold this thread up
             drop_fill(run.state, run.geometry, fills.slot[k], fills.shard[k])
+    run.totals[Total.EVICTIONS] += victims
     if num > 0:
         control[Control.NUM_FILLS], control[Control.FILLS_DONE] = kept, 0
         _post(run.wire, victims, Stage.INVALIDATING)

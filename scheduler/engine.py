@@ -29,6 +29,7 @@ from trilane.errors import (
     DeviceError,
     ForkError,
     RoutingError,
+    StoreError,
     TrilaneError,
     WorkerError,
 )
@@ -140,6 +141,11 @@ class ExpertScheduler:
     ) -> None:
         if device not in DEVICES:
             raise DeviceError(f"device {device!r}: there are {', '.join(map(repr, DEVICES))}; use one of them")
+        if not isinstance(store, ExpertStore):
+            raise StoreError(
+                f"store: {str(store)[:80]!r} is a {type(store).__name__}, but an ExpertStore is needed; load a model "
+                "first with ExpertStore.from_gguf(path), from_safetensors(folder) or from_arrays(layers)"
+            )
         self.store = store
         self.config = resolve_config(config)
         self._pid = os.getpid()

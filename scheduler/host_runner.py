@@ -475,6 +475,7 @@ class HostRunner:
     def _take_fills(self) -> int:
         """The fills that were reserved, none of which has landed; how many."""
         w, num = self._fill_work, int(self._asked[Fill.NUM])
+        self.totals[Total.EVICTIONS] += np.count_nonzero(w.fill_victim[:num] >= 0)
         self._landed = np.zeros(num, np.int64)
         self._fills = [(int(w.fill_slot[i]), int(w.fill_shard[i])) for i in range(num)]
         return num

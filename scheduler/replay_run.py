@@ -216,6 +216,7 @@ def _fill_background(run, rates):
                 run.state.num_coming[0] = 0
             if plan_background(run.state, run.geometry, run.options, 1, run.fill_work) == 0:
                 return
+            _count_victims(run, 1)
             now[Now.BACKGROUND_SLOT], now[Now.BACKGROUND_SHARD] = (
                 run.fill_work.fill_slot[0],
                 run.fill_work.fill_shard[0],
@@ -233,6 +234,13 @@ def _fill_background(run, rates):
 
 
 @compiled(counted=False)
+def _count_victims(run, num):
+    """Count what the reserved fills displaced."""
+    for k in range(num):
+        run.sums[Sum.EVICTIONS] += 1 if run.fill_work.fill_victim[k] >= 0 else 0
+
+
+@compiled(counted=False)
 def _run_hint(run, event):
     """Reserve fills for hinted experts; whether they are those of the trace."""
     events, now, layer = run.events, run.now, int(run.events.layer[event])
@@ -243,6 +251,7 @@ def _run_hint(run, event):
     now[Now.FILLS] = plan_fills(
         run.state, run.geometry, run.options, layer, run.grouping.experts, count, now[Now.CLOCK], run.fill_work
     )
+    _count_victims(run, now[Now.FILLS])
     if not run.verify:
         return True
     run.sums[Sum.CHECKED] += 1
@@ -255,6 +264,7 @@ def _run_background(run, event):
     now = run.now
     most = int(run.events.ids[run.events.start[event]])
     now[Now.FILLS] = plan_background(run.state, run.geometry, run.options, most, run.fill_work)
+    _count_victims(run, now[Now.FILLS])
     run.sums[Sum.CHECKED] += 1
     return fills_digest(0, now[Now.FILLS], run.fill_work) == run.events.digest[event]
 

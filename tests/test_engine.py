@@ -9,7 +9,16 @@ from numba import config
 from test_arrays import BFLOAT, CUDA, Interface, Tensor
 
 import trilane
-from trilane import ArrayError, ArrayTypeError, ConfigError, DeviceError, RoutingError, TrilaneError
+from trilane import (
+    ArrayError,
+    ArrayTypeError,
+    ConfigError,
+    DeviceError,
+    ExpertScheduler,
+    RoutingError,
+    StoreError,
+    TrilaneError,
+)
 
 pytestmark = pytest.mark.skipif(bool(config.DISABLE_JIT), reason="needs compiled code")
 
@@ -284,3 +293,8 @@ def test_refused_at_the_start(store):
     for isa in set(ISAS) - set(available_isas()):
         with pytest.raises(ConfigError, match=f"cpu.isa: is '{isa}', but this CPU has"):
             open_scheduler(store, cpu={"isa": isa})
+
+
+def test_what_is_no_store_is_told_how_to_become_one():
+    with pytest.raises(StoreError, match="'model.gguf' is a str, but an ExpertStore is needed; .*from_gguf"):
+        ExpertScheduler("model.gguf")

@@ -24,7 +24,7 @@ def misled(scheduler_of, store, **sections):  # noqa: F811
         store,
         cache={"fraction": 0.0},
         host_device={"cpu_gb_s": 0.2, "zero_copy_gb_s": 0.5},
-        **{"policy": {"lanes": ["zero_copy", "cpu"]}} | sections,
+        **{"policy": {"lanes": ["zero_copy", "cpu"], "guard": True}} | sections,
     )
     runner = scheduler._runner
     runner.rates = [one._replace(cpu_us_per_byte=one.cpu_us_per_byte / 20) for one in runner.rates]
@@ -42,7 +42,7 @@ def drive(scheduler, steps):
 
 @JIT
 def test_steps_end_up_on_the_lane_that_is_faster_and_it_is_said(store, scheduler_of, caplog):  # noqa: F811
-    unguarded = misled(scheduler_of, store, policy={"lanes": ["zero_copy", "cpu"], "guard": False})
+    unguarded = misled(scheduler_of, store, policy={"lanes": ["zero_copy", "cpu"]})
     expected, slow = drive(unguarded, ENOUGH)
     with caplog.at_level(logging.INFO, "trilane"):
         scheduler = misled(scheduler_of, store)

@@ -63,7 +63,8 @@ def replay(
         str | None, typer.Option(help="What so many bytes of slots more would bring, such as 4GiB.")
     ] = None,
     chart: Annotated[
-        Path | None, typer.Option(help="Draw speed by slots into this file: .png, .svg or .pdf (needs trilane[plot]).")
+        Path | None,
+        typer.Option(help="Draw speed by slots into this file: .png, .svg or .pdf (needs the extra 'plot')."),
     ] = None,
     verify_plans: Annotated[
         bool, typer.Option("--verify", help="Only check that a recorded run's plans come out the same.")
