@@ -218,6 +218,11 @@ class HostRunner:
         self._lose_track()
         self._rate_stashes = stash_each(rates)  # layers of one kind share theirs
 
+    def _use_observed(self) -> None:
+        """Plan with the profile's rates and what was learned of them."""
+        scaled: dict[int, Rates] = {}
+        self._use_rates([scaled.setdefault(id(one), scale_rates(one, self._observed)) for one in self._profiled])
+
     def use_options(self, options: Options) -> Options:
         """Plan with other options from now on, without the guard unless they are the policy's; those used before."""
         before, self.options = self.options, options
@@ -494,8 +499,7 @@ class HostRunner:
         for lane, us in took.items():
             changed |= bool(observe_lane(seen, lane, float(terms[lane] / seen.used[lane]), float(us)))
         if changed:
-            kept: dict[int, Rates] = {}
-            self._use_rates([kept.setdefault(id(one), scale_rates(one, seen)) for one in self._profiled])
+            self._use_observed()
             log.info("rates by lane are now %s of the profile's", np.round(seen.used, 2).tolist())
 
     def _start_background(self) -> None:
@@ -595,8 +599,7 @@ class HostRunner:
             self._bind()
             self._warm.tell(self.geometry, found)
         if self.config.policy.learn_rates and self._warm.recall(self._observed, self._profiled):
-            kept: dict[int, Rates] = {}
-            self._use_rates([kept.setdefault(id(one), scale_rates(one, self._observed)) for one in self._profiled])
+            self._use_observed()
 
     def _copy_now(self, fills: list[tuple[int, int]]) -> None:
         """Copy shards into slots over the link, a piece of the list at a time: Ctrl-C gets through."""
