@@ -12,6 +12,7 @@ from typing import Any
 
 from trilane.cpu_kernels.atomics import (
     add_at,
+    fence,
     futex_wait,
     futex_wake,
     load_at,
@@ -22,6 +23,7 @@ from trilane.cpu_kernels.atomics import (
 )
 from trilane.cpu_kernels.expert_mlp import activate_rows, multiply_down, multiply_up, run_shard
 from trilane.cpu_kernels.float_env import TASK_SIGNATURE
+from trilane.cpu_kernels.parking import park_while
 from trilane.cpu_kernels.words import (
     DeviceJob,
     Layer,
@@ -85,12 +87,33 @@ def _up_task(layer, shard, chunk, num_chunks):
     progress = address_of(shard, Shard.PROGRESS)
     if add_at(progress, 1) == num_chunks - 1:
         activate_rows(layer, shard)
-        announce(progress, num_chunks + 1)
+        store_at(progress, num_chunks + 1)
+        fence()  # either the sleeper's counter is seen, or it sees the word
+        if load_at(address_of(shard, Shard.SLEEPERS)) > 0:
+            futex_wake(progress, 1 << 30)
+
+
+@compiled
+def _await_records(shard, up_chunks, abort_address):
+    """Wait until all gate/up chunks are done and activated; False if the abort word was set first."""
+    progress, sleepers = address_of(shard, Shard.PROGRESS), address_of(shard, Shard.SLEEPERS)
+    spins = 0
+    seen = load_at(progress)
+    while seen <= up_chunks:
+        if load_at(abort_address) != 0:
+            return False
+        spins += 1
+        if spins < SPINS_BEFORE_SLEEP:
+            pause()
+        else:
+            park_while(progress, seen, sleepers, SLEEP_SLICE_NS)
+        seen = load_at(progress)
+    return True
 
 
 @compiled
 def _down_task(layer, shard, chunk, num_chunks, up_chunks, abort_address):
-    if not await_word(address_of(shard, Shard.PROGRESS), up_chunks + 1, abort_address):
+    if not _await_records(shard, up_chunks, abort_address):
         return False
     hidden = word(layer, Layer.HIDDEN)
     multiply_down(layer, shard, _chunk(hidden, chunk, num_chunks), _chunk(hidden, chunk + 1, num_chunks))

@@ -58,10 +58,12 @@ class Shard(IntEnum):
     BAD = 17  # address of int64[NUM_ROWS]: 1 where a hidden value is not finite
     OUT = 18  # float32: row i at OUT + 4 * i * OUT_STRIDE
     OUT_STRIDE = 19
-    PROGRESS = 20  # gate/up chunks done; one more once the records are there
-    LANDED = 21  # 1 once the bytes may be read
-    NBYTES = 22
-    SIZE = 24
+    NBYTES = 20
+    # What changes while the shard is computed, apart from what everybody reads: 128 bytes are two lines, fetched as one.
+    PROGRESS = 32  # gate/up chunks done; one more once the records are there
+    SLEEPERS = 33  # threads that sleep until then
+    LANDED = 34  # 1 once the bytes may be read
+    SIZE = 48
 
 
 class TeamJob(IntEnum):
@@ -72,12 +74,12 @@ class TeamJob(IntEnum):
     NUM_SHARDS = 2
     UP_CHUNKS = 3  # chunks of neurons per shard
     DOWN_CHUNKS = 4  # chunks of output rows per shard
-    DONE = 5  # tasks finished
-    ABORT = 6  # not 0: give up waiting
-    DUE_NS = 7  # a played lane is not finished before this time
-    END_NS = 8  # when the last task finished
-    POSTED_NS = 9
-    SIZE = 16
+    ABORT = 5  # not 0: give up waiting
+    DUE_NS = 6  # a played lane is not finished before this time
+    POSTED_NS = 7
+    DONE = 16  # tasks finished; in lines of its own, since each task writes it
+    END_NS = 17  # when the last task finished
+    SIZE = 32
 
 
 class DeviceJob(IntEnum):

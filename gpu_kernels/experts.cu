@@ -138,8 +138,8 @@ DEV void end_hit(const Layer& layer, const Step& step, const Progress& progress,
 }
 
 template <bool PLAN>
-DEV void run_item(const Layer& layer, const Step& step, const Progress& progress, const Work& work, int index, int count,
-                  u8* shared, const Tiles& tiles) {
+DEV void run_item(const Layer& layer, const Step& step, const Progress& progress, Work& work, int index, int count, u8* shared,
+                  const Tiles& tiles) {
   const ShardPlace& place = place_of(layer, work.item.shard);
   if (PLAN && work.task == 0) mark_lane(layer, step, work);
   if (PLAN && !bytes_are_there(step, work)) {

@@ -68,25 +68,45 @@ DEV void relay_plan(const Step& step, const Progress& progress, const WorkList* 
   }
 }
 
-// One thread: until every copy has landed, or the host says that nothing will come any more.
-DEV void watch_copies(const Step& step) {
-  const Item* items = (const Item*)(step.plan + 1);
-  for (int i = 0; i < step.plan->count; i++)
-    if (items[i].flag && !wait_for(step, items[i].flag, items[i].sequence))
-      return fail(step, step.state->clock, ERROR_ABORTED);
-}
-
-// One thread of another block: until an item's copy has landed; false if the step has failed.
-DEV bool wait_for_copy(const Step& step, const Work& work) {
-  while (load_acquire_system(work.item.flag) != work.item.sequence) {
-    if (*(const volatile u32*)&step.state->failed == work.clock) return false;
+// One thread: until a copy has landed. False: the host said that nothing will come any more, or not in time.
+DEV bool watch_copy(const Step& step, const Item& item, u32 clock) {
+  for (u32 looks = 1; load_acquire_system(item.flag) != item.sequence; looks++) {
+    if ((looks & 63u) == 0 && step.abort) {
+      if (load_acquire_system(step.abort)) return fail(step, clock, ERROR_ABORTED), false;
+      if (load_acquire_system(step.abort + 1) == item.sequence) return step.state->rescued = clock, false;
+    }
     rest();
   }
   return true;
 }
 
+// One thread: until every copy has landed, or none will in time.
+DEV void watch_copies(const Step& step) {
+  const Item* items = (const Item*)(step.plan + 1);
+  u32 clock = *(const volatile u32*)&step.state->clock;
+  for (int i = 0; i < step.plan->count; i++)
+    if (items[i].flag && !watch_copy(step, items[i], clock)) return;
+}
+
+// One thread of another block: until an item's copy has landed; false if the step has failed. What will not be copied in
+// time is read in place, and stored into its slot: a copy that comes all the same brings the same bytes.
+DEV bool wait_for_copy(const Step& step, Work& work) {
+  Item& item = work.item;
+  const u8* in_slot = item.weights;
+  while (load_acquire_system(item.flag) != item.sequence) {
+    if (*(const volatile u32*)&step.state->failed == work.clock) return false;
+    if (*(const volatile u32*)&step.state->rescued == work.clock) {
+      item.weights = item.fill, item.fill = (u8*)in_slot;
+      return true;
+    }
+    rest();
+  }
+  item.fill = nullptr;  // it was where the copy came from
+  return true;
+}
+
 // Streamed shards: until the bytes are there. Every thread hears whether they are.
-DEV bool bytes_are_there(const Step& step, const Work& work) {
+DEV bool bytes_are_there(const Step& step, Work& work) {
   __shared__ int go;
   if (!work.item.flag) return true;
   if (threadIdx.x == 0) go = wait_for_copy(step, work);

@@ -1,8 +1,8 @@
 """The control thread of the CUDA device: answers the GPU's misses without an interpreter, from mailbox to flags.
 
-It looks at the mailbox, plans, releases the plan to the GPU, starts the CPU lane, issues the copies, and releases
-the CPU lane's parts; then it counts what happened. Between two misses it moves background fills on. The watchdog,
-a second thread, ends waits of the GPU that nobody answers. What a plan is, the planner decides.
+It looks at the mailbox, plans, releases the plan to the GPU, starts the CPU lane, posts the copies, and releases
+the CPU lane's parts; it never calls the driver. Then it counts what happened. Between two misses it moves background
+fills on. The watchdog, a second thread, ends waits of the GPU that nobody answers. What a plan is, the planner decides.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from trilane.cpu_kernels.float_env import TASK_SIGNATURE
 from trilane.cpu_kernels.host_workspace import Part
 from trilane.cpu_kernels.jobs import ENDED, TIMED_OUT, job_error, post_job, wait_job
 from trilane.cpu_kernels.words import TeamJob, copy_bytes, word
-from trilane.cuda_fills import copy_by_segment, tend_fills
+from trilane.cuda_copier import await_issue, post_copies, thaw
+from trilane.cuda_fills import tend_fills
 from trilane.cuda_mail import num_groups_of, take_mail
 from trilane.cuda_plan import NUM_COPIES, NUM_CPU, lay_out_cpu, lay_out_plan, release_plan
 from trilane.cuda_words import END, Control, Failure, Fault, Marks, Place, fail, u32_at
 from trilane.eviction import settle_expert, touch_expert
-from trilane.gpu_kernels.driver_calls import set_context, write_value
 from trilane.host_step import cut_tasks, point_rows
 from trilane.jit import compiled, native
 from trilane.journal import write_plan
@@ -35,7 +35,6 @@ TEAM_SLICE_NS = 5_000_000
 WATCH_NS = 5_000_000
 PAUSES = 4  # between two looks while hot
 STAMPS_AT_ONCE = 128  # eight lines of memory that the GPU writes
-INJECTED = 999  # the status of a copy that a test lets fail
 
 
 # ----------------------------------------------------------------------------------------- one step's answer
@@ -55,9 +54,10 @@ def answer_mail(run, rates):
     release_plan(wire)
     lay_out_cpu(wire, run.tables, run.ws, g, marks, layer, num_experts)
     ticket = _post_team(wire, run.tables, run.ws, g, layer, num_experts)
-    _issue_copies(wire, sequence)
+    copies = post_copies(wire, sequence)
     if _await_team(wire, ticket):
         store32_at(wire.places[Place.CPU_FLAG], np.int32(sequence))
+    await_issue(wire, copies)
     wire.control[Control.ANSWERED] = sequence
     learn_step(run.state, run.geometry, run.options, layer, g.experts, num_experts)
     write_plan(run.journal, run.geometry, layer, clock, g.experts, g.rows, num_experts, run.work)
@@ -103,25 +103,6 @@ def _take_records(wire, tables, ws, layer):
         copy_bytes(ws.address[Part.INT8], wire.places[Place.MAIL_RECORDS], rows * wire.places[Place.INT8_STRIDE])
     if tables.up_int8[layer] == 0 or tables.gate_int8[layer] == 0:
         copy_bytes(ws.address[Part.FLOATS], wire.places[Place.MAIL_FLOATS], rows * wire.places[Place.FLOATS_STRIDE])
-
-
-@compiled(counted=False)
-def _issue_copies(wire, sequence):
-    """Put the streamed shards on the copy stream, each copy with a flag behind it."""
-    driver, stream = wire.places[Place.DRIVER], wire.places[Place.COPY_STREAM]
-    num = wire.counts[NUM_COPIES]
-    for k in range(num):
-        copy = wire.copies[k]
-        status = copy_by_segment(wire, copy[0], copy[1], copy[2], stream)
-        if wire.control[Control.FAULT] == Fault.COPY:
-            status = INJECTED
-        if status == 0 and wire.control[Control.FAULT] != Fault.LOST_FLAG:
-            status = write_value(driver, stream, wire.places[Place.COPY_FLAGS] + 4 * k, sequence)
-        if status != 0:
-            fail(wire, Failure.COPY, status)
-            return
-    if num > 0 and wire.control[Control.FAULT] != Fault.LOST_FLAG:
-        write_value(driver, stream, wire.places[Place.COPIED], sequence)
 
 
 @compiled(counted=False)
@@ -199,17 +180,16 @@ def look(run):
 @functools.cache
 def control_task(run_kind: Any, rates_kind: Any) -> Any:
     """The control thread's task for stashes of these types; its block: Block words."""
-    take, tend, answer = (
+    take, tend, warm, answer = (
         on_stashes(look, run_kind),
         on_stashes(tend_fills, run_kind),
+        on_stashes(thaw, run_kind),
         on_stashes(answer_mail, run_kind, rates_kind),
     )
 
     @native(TASK_SIGNATURE)
     def control(block, task, worker):
-        words = word(block, 0)
-        set_context(word(block, 3), word(block, 4))
-        last = mono_ns()
+        words, last = word(block, 0), mono_ns()
         while control_word(words, Control.STOP) == 0:
             if control_word(words, Control.HOLD) != 0:
                 _let_hold(words)
@@ -217,6 +197,10 @@ def control_task(run_kind: Any, rates_kind: Any) -> Any:
                 sleep_ns(1_000_000)
             else:
                 run = load_at(block + 8)
+                if control_word(words, Control.FROZEN) != 0:
+                    warm(run)
+                    if control_word(words, Control.FROZEN) != 0:
+                        run = load_at(block + 24)
                 layer = take(run)
                 if layer >= 0:
                     answer(run, word(word(block, 2), layer))

@@ -14,10 +14,10 @@ from __future__ import annotations
 import numpy as np
 
 from trilane.cpu_kernels import layout
+from trilane.cuda_copier import copy_by_segment, post_fill
 from trilane.cuda_plan import add_update, release_list
-from trilane.cuda_words import Control, Failure, Fault, Fills, Place, Stage, fail, u32_at
+from trilane.cuda_words import Control, Failure, Fills, Place, Stage, u32_at
 from trilane.expert import expert_of
-from trilane.gpu_kernels.driver_calls import copy_to_device, write_value
 from trilane.host_step import source_address
 from trilane.jit import compiled
 from trilane.planner import plan_fills
@@ -29,7 +29,7 @@ from trilane.stats import Total
 def begin_fills(run):
     """Reserve slots for the hinted experts and post their victims; how many fills are on their way."""
     control = run.wire.control
-    if control[Control.FILL_STAGE] != Stage.IDLE or control[Control.FAILURE] != Failure.NONE:
+    if control[Control.FILL_STAGE] != Stage.IDLE or control[Control.FAILURE] != Failure.NONE or control[Control.FROZEN]:
         return 0
     layer, num_hints, clock = control[Control.HINT_LAYER], control[Control.NUM_HINTS], run.state.clock[0]
     num = plan_fills(run.state, run.geometry, run.options, layer, run.hints, num_hints, clock, run.fills)
@@ -60,21 +60,6 @@ def _source(geometry, tables, shard):
     inner = expert - geometry.first_expert[layer]
     j = shard - geometry.first_shard[layer] - inner * geometry.num_shards[layer]
     return source_address(tables, layer, inner, j), tables.descriptor[layer, j, layout.NBYTES]
-
-
-@compiled(counted=False)
-def copy_by_segment(wire, destination, source, nbytes, stream):
-    """Put a copy on a stream, in as many pieces as registrations of pinned memory hold its source; the status."""
-    driver, size = wire.places[Place.DRIVER], wire.places[Place.SEGMENT_NBYTES]
-    while nbytes > 0:
-        part, left = nbytes, wire.places[Place.PINNED_END] - source
-        if left > 0:
-            part = min(nbytes, left, size - (source - wire.places[Place.PINNED_START]) % size)
-        status = copy_to_device(driver, destination, source, part, stream)
-        if status != 0:
-            return status
-        destination, source, nbytes = destination + part, source + part, nbytes - part
-    return 0
 
 
 @compiled(counted=False)
@@ -134,11 +119,6 @@ def _tend_copies(wire, geometry, tables, shards, slots):
         return True
     wire.control[Control.FILLS_DONE], wire.control[Control.FILL_COUNT] = done + 1, begun + 1
     source, nbytes = _source(geometry, tables, shards[done])
-    driver, stream = wire.places[Place.DRIVER], wire.places[Place.FILL_STREAM]
     slot = wire.places[Place.SLOTS] + slots[done] * wire.places[Place.SLOT_NBYTES]
-    status = copy_by_segment(wire, slot, source, nbytes, stream)
-    if status == 0 and wire.control[Control.FAULT] != Fault.LOST_FLAG:
-        status = write_value(driver, stream, wire.places[Place.FILL_FLAG], (begun + 1) & 0xFFFFFFFF)
-    if status != 0:
-        fail(wire, Failure.COPY, status)
+    post_fill(wire, slot, source, nbytes)
     return True

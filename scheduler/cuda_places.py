@@ -17,8 +17,8 @@ BUFFERS = (
 )  # fmt: skip
 
 
-def make_places(device: CudaDevice, team: int) -> np.ndarray:
-    """Places of a device and of a worker team, whose words are at ``team``."""
+def make_places(device: CudaDevice, team: int, control: int) -> np.ndarray:
+    """Places of a device, of a worker team, whose words are at ``team``, and of the words by Control."""
     places, pinned, driver = np.zeros(Place.SIZE, np.int64), device.pinned, device.driver
     assert pinned is not None
     for place in BUFFERS:
@@ -26,6 +26,7 @@ def make_places(device: CudaDevice, team: int) -> np.ndarray:
     blocks = -(-device.shape.hidden // BLOCK)
     for place, value in (
         (Place.DRIVER, driver.table.ctypes.data), (Place.CONTEXT, driver.context),
+        (Place.CONTROL, control), (Place.RESCUE, device.address["abort"] + 4),
         (Place.COPY_STREAM, device.copy_stream), (Place.FILL_STREAM, device.fill_stream),
         (Place.TEAM, team), (Place.TEAM_TASK, team_task().address),
         (Place.SLOTS, device.slots), (Place.SLOT_NBYTES, device.slot_nbytes),

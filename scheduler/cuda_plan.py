@@ -75,6 +75,7 @@ def lay_out_plan(wire, tables, grouping, marks, first_shard, layer, num_experts)
     """
     wire.counts[:] = 0
     num_shards, copied = tables.num_shards[layer], 0
+    wire.control[Control.READABLE] = 1
     for i in range(num_experts):
         for j in range(num_shards):
             fate = fate_of(wire, tables, grouping, marks, layer, i, j)
@@ -118,7 +119,10 @@ def _add_item(wire, tables, grouping, marks, layer, i, j, fate):
     set_word(item + ITEM_WEIGHTS, 0, source if fate == IN_PLACE else in_slot)
     store32_at(item + ITEM_SHARD, np.int32(j))
     store32_at(item + ITEM_SEQUENCE, sequence)
-    set_word(item + ITEM_FILL, 0, in_slot if fate == IN_PLACE else 0)
+    fill = in_slot if fate == IN_PLACE else 0
+    if fate == COPIED and is_pinned(wire, tables, grouping, layer, i, j):
+        fill = source  # where to read it if no copy comes
+    set_word(item + ITEM_FILL, 0, fill)
     store32_at(item + ITEM_POSITION, np.int32(grouping.first_position[i]))
     store32_at(item + ITEM_SEQUENCE_2, sequence)
     set_word(item + ITEM_FLAG, 0, flag if fate == COPIED else 0)
@@ -138,6 +142,7 @@ def _add_copied(wire, tables, grouping, marks, layer, i, j, left):
         copy[1] = source_address(tables, layer, grouping.experts[i], j)
         copy[2] = 0
         for k in range(j, j + left):
+            wire.control[Control.READABLE] &= np.int64(is_pinned(wire, tables, grouping, layer, i, k))
             copy[2] += tables.descriptor[layer, k, layout.NBYTES]
     _add_item(wire, tables, grouping, marks, layer, i, j, COPIED)
     return left - 1

@@ -20,6 +20,7 @@ from trilane.cpu_kernels.gate import GATES
 from trilane.cpu_kernels.host_device import PlayedRates
 from trilane.cpu_kernels.host_workspace import Part, StepShape, make_workspace
 from trilane.cpu_kernels.team import TeamError
+from trilane.cuda_copier import frozen_options
 from trilane.cuda_errors import device_errors, step_error
 from trilane.cuda_fills import begin_fills, copy_listed
 from trilane.cuda_launches import StepLaunches
@@ -102,7 +103,7 @@ class CudaRunner:
         self.rates = self._rates
         compile_calls()
         self._begin_fills = on_stashes(begin_fills, self._run.kind)
-        self.threads.start(self.device, self._run, self._rate_stashes[0], self._rate_addresses)
+        self.threads.start(self.device, self._run, self._frozen, self._rate_stashes[0], self._rate_addresses)
 
     # -------------------------------------------------------------------------------------------- making
     def _make_device(self, config: Config) -> None:
@@ -145,7 +146,7 @@ class CudaRunner:
         geometry = self.geometry
         self.state = empty_state(self.config, geometry, self.device.num_slots)
         self.journal, self._totals = make_journal(geometry), np.zeros(Total.SIZE)
-        places = make_places(self.device, self.threads.team.words)
+        places = make_places(self.device, self.threads.team.words, self.threads.control.ctypes.data)
         wire = Wire(
             places, self.threads.control, np.zeros(4, np.int64), np.zeros(self.shape.max_experts, np.int64),
             np.zeros((max(1, self.shape.max_items), 3), np.int64), np.zeros(max(1, self.shape.max_items), np.int8),
@@ -155,7 +156,11 @@ class CudaRunner:
             np.zeros(self.shape.max_experts, np.int32), self.state, geometry, self.options, self._work,
             self._fill_work, self.journal, self._totals, np.zeros(3),
         )  # fmt: skip
-        self._run: Stash = Stash(self._held)
+        self._run, self._frozen = self._stash_both()
+
+    def _stash_both(self) -> tuple[Stash, Stash]:
+        """What the control thread works with, usually and while slots are frozen."""
+        return Stash(self._held), Stash(self._held._replace(options=frozen_options(self._held.options)))
 
     def _make_prefill(self, config: Config) -> CudaPrefill | None:
         """Passes of large batches; None where there is no memory for them."""
@@ -187,9 +192,10 @@ class CudaRunner:
         """Plan with other options from now on; those used before."""
         before, self.options = self.options, options
         with self.threads.holding():
+            old = self._run, self._frozen
             self._held = self._held._replace(options=options)
-            self._run, old = Stash(self._held), self._run
-            self.threads.use(self._run)
+            self._run, self._frozen = self._stash_both()
+            self.threads.use(self._run, self._frozen)
         del old
         return before
 
@@ -262,7 +268,13 @@ class CudaRunner:
 
     def notes(self) -> dict[str, str]:
         """What is less than was asked for, and why; for ``stats``."""
-        return self.device.notes | self._warm.notes
+        notes = self.device.notes | self._warm.notes
+        if count := int(self.threads.control[Control.RESCUES]):
+            notes["copies"] = (
+                f"{count} steps read in place what the driver did not copy in time, held up by another thread of the "
+                "program, such as one inside cudaFree or cudaMalloc"
+            )
+        return notes
 
     def inject_fault(self, fault: Fault) -> None:
         """The one seam for faults, for tests."""

@@ -17,6 +17,7 @@ from trilane.config import Config
 from trilane.cpu_kernels.cpus import read_cpu_budget, suggest_num_threads, suggest_spin_us
 from trilane.cpu_kernels.team import LaneThread, WorkerTeam
 from trilane.cuda_control import control_task, watch_task
+from trilane.cuda_copier import copier_task
 from trilane.cuda_errors import failure_error
 from trilane.cuda_words import Control, Failure
 from trilane.errors import WorkerError
@@ -53,6 +54,7 @@ class CudaThreads:
         self.team = WorkerTeam(self.num_threads, name="trilane-cpu", **options)
         self.control_thread = LaneThread("trilane-control", **options)
         self.watchdog = LaneThread("trilane-watch", spin_us=0)
+        self.copier = LaneThread("trilane-copies", **options)
         self.control = np.zeros(Control.SIZE, np.int64)
         spins = suggest_spin_us(budget, self.num_threads + CONTROL_THREADS) > 0
         self.control[Control.HOT_NS] = HOT_NS if spins else 0
@@ -60,13 +62,13 @@ class CudaThreads:
         self.control[Control.STALL_NS] = int(1e9 * self._stall_s)
         self.running = False
 
-    def start(self, device: CudaDevice, run: Stash, rates: Stash, rate_addresses: np.ndarray) -> None:
+    def start(self, device: CudaDevice, run: Stash, frozen: Stash, rates: Stash, rate_addresses: np.ndarray) -> None:
         """Compile what they run and start them.
 
         Parameters
         ----------
-        run : Stash
-            The ``CudaStep``; :meth:`use` takes another one of the same types.
+        run, frozen : Stash
+            The ``CudaStep``, and the one for steps while slots are frozen; :meth:`use` takes others of the same types.
         rates : Stash
             Any layer's rates, for their type.
         rate_addresses : int64 (layers,)
@@ -74,22 +76,23 @@ class CudaThreads:
         """
         control, driver = control_task(run.kind, rates.kind), device.driver
         words, address = self.control.ctypes.data, device.address
-        self._control_block = np.array(
-            [words, run.address, rate_addresses.ctypes.data, driver.table.ctypes.data, driver.context], np.int64
-        )
+        self._control_block = np.array([words, run.address, rate_addresses.ctypes.data, frozen.address], np.int64)
+        self._copier_run = run  # its wire never changes
+        self._copier_block = np.array([words, run.address, driver.table.ctypes.data, driver.context], np.int64)
         self._watch_block = np.array([words, address["mail"], address["abort"], address["copied"]], np.int64)
         self.team.start()
         for thread, task, block in (
             (self.control_thread, control, self._control_block),
             (self.watchdog, watch_task(), self._watch_block),
+            (self.copier, copier_task(run.kind), self._copier_block),
         ):
             thread.start()
             thread.post(task.address, block.ctypes.data, 1)
         self.running = True
 
-    def use(self, run: Stash) -> None:
-        """Let the control thread work with another stash; it must be held."""
-        self._control_block[1] = run.address
+    def use(self, run: Stash, frozen: Stash) -> None:
+        """Let the control thread work with other stashes; it must be held."""
+        self._control_block[1], self._control_block[3] = run.address, frozen.address
 
     @contextlib.contextmanager
     def holding(self) -> Iterator[None]:
@@ -119,14 +122,15 @@ class CudaThreads:
         if failure is not Failure.NONE:
             raise failure_error(failure, int(self.control[Control.STATUS]), self._stall_s)
         self.control_thread.check()
+        self.copier.check()
         self.team.check()
 
     def close(self) -> bool:
         """Stop them; True once none is left."""
         self.control[Control.STOP] = 1
-        return all([thread.close() for thread in (self.control_thread, self.watchdog, self.team)])
+        return all([thread.close() for thread in (self.control_thread, self.copier, self.watchdog, self.team)])
 
     def hold(self, memory: object) -> None:
         """Keep memory alive for as long as a thread that did not end may write to it."""
-        for thread in (self.control_thread, self.watchdog, self.team):
+        for thread in (self.control_thread, self.copier, self.watchdog, self.team):
             thread.hold(memory)

@@ -56,6 +56,8 @@ class Place(IntEnum):
     COPIED = 26  # the last copy's flag once more, for the host
     MAIL_RECORDS = 27
     MAIL_FLOATS = 28
+    CONTROL = 29  # words by Control
+    RESCUE = 30  # mapped: the sequence of a step whose copies will not come in time
     SIZE = 32
 
 
@@ -85,7 +87,24 @@ class Control(IntEnum):
     HINT_LAYER = 20  # host, while it holds the state
     NUM_HINTS = 21
     HITS_SEEN = 22  # thread: the expert whose stamp it looks at next
-    SIZE = 24
+    FROZEN = 23  # thread: slots keep what they hold, since copies that were given up may still come
+    RESCUES = 24  # thread: steps whose copies the driver did not take in time
+    READABLE = 25  # thread: whether kernels can read all that is to be copied
+    # Copies, which a thread of their own hands to the driver; its words are behind those of the control thread.
+    POSTED = 32  # thread: how often there was something new; the copier sleeps on it
+    LISTED = 33  # thread: lists of copies ever posted
+    LIST_SEQUENCE = 34  # thread: the step of the last one
+    LIST_SIZE = 35  # thread: its copies
+    GIVEN_UP = 36  # thread: lists of which no more copies are to be issued
+    FILL_POSTED = 37  # thread: FILL_COUNT of the last fill that was posted
+    FILL_TARGET = 38  # thread: where to, where from, how much
+    FILL_SOURCE = 39
+    FILL_NBYTES = 40
+    PARKED = 48  # copier: whether it sleeps
+    CALLED_NS = 49  # copier: when the call of the driver began in which it is, 0 in none
+    ISSUED = 50  # copier: lists that it is done with
+    FILL_ISSUED = 51  # copier: the last fill that it issued
+    SIZE = 56
 
 
 class Failure(IntEnum):
@@ -104,6 +123,7 @@ class Fault(IntEnum):
     DEAF = 1  # the control thread does nothing until the fault is taken back
     COPY = 2  # copies fail
     LOST_FLAG = 3  # copies are made, but their flags are not written
+    HELD_DRIVER = 4  # calls for copies do not return until the fault is taken back
 
 
 class Stage(IntEnum):

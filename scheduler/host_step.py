@@ -174,6 +174,7 @@ def lay_out_shard(tables, ws, grouping, plan, layer, i, j, index):
     block[Shard.OUT] = ws.address[Part.PARTS] + 4 * tables.hidden * (first * num_shards + j)
     block[Shard.OUT_STRIDE] = num_shards * tables.hidden
     block[Shard.PROGRESS] = 0
+    block[Shard.SLEEPERS] = 0
     block[Shard.LANDED] = 0
 
 

@@ -311,9 +311,14 @@ class PlayedDriver:
             for k in range(u32(items + 4)):
                 item = struct_at("Item", items + HEADER_NBYTES + TYPES["Item"].itemsize * k)
                 if item["flag"]:
-                    self._await(step, item["flag"], item["sequence"])
+                    self._await_copy(step, item)
         elif launch.kernel == "combine":
             self._await(step, step["cpu_flag"], state["sequence"])
+
+    def _await_copy(self, step, item):
+        abort = int(step["abort"])
+        while u32(item["flag"]) != item["sequence"] and not u32(abort) and u32(abort + 4) != item["sequence"]:
+            time.sleep(NAP_S)
 
     def _await(self, step, address, value):
         while u32(address) != value and not u32(step["abort"]):

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import sys
 import time
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -13,6 +15,9 @@ import trilane.cuda_runner
 from trilane import ArrayError, DeviceError, ExpertScheduler, RoutingError, WorkerError
 from trilane.cuda_words import Control, Fault, Stage
 from trilane.gpu_kernels.driver import CudaDriver, DriverMissing
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+from benchmarks.gpu_slots import check_slots  # noqa: E402
 
 
 def store_of(**shape):
@@ -66,6 +71,25 @@ def test_pageable_experts_take_lanes_that_need_no_pinned_memory(played):
     stats = scheduler.stats()
     assert stats.bytes_pinned == limit // 4096 * 4096 and stats.bytes_pinned + stats.bytes_pageable == store.nbytes
     assert "host.pin_limit" in stats.inactive["pinned"]
+
+
+def test_copies_that_the_driver_holds_up_are_read_in_place(played):
+    """Another thread inside cudaFree may hold the driver until the GPU is done, which waits for the copies."""
+    scheduler = played(store_of(), cache={"fraction": 0.4}, policy={"force": "stream", "admit": "always"})
+    runner = scheduler._runner
+    run(scheduler, steps=2)
+    runner.inject_fault(Fault.HELD_DRIVER)
+    run(scheduler, steps=4, seed=2)
+    assert runner.threads.control[Control.FROZEN] == 1
+    rescues = int(runner.threads.control[Control.RESCUES])
+    assert 1 <= rescues <= 2 and "read in place" in scheduler.stats().inactive["copies"]
+    lanes = {name: lane.shards for name, lane in scheduler.stats().lanes.items()}
+    assert scheduler.hint(0, [0, 1, 2, 3, 4, 5]) == 0  # no slot changes hands
+    runner.inject_fault(Fault.NONE)
+    run(scheduler, steps=6, seed=3)
+    assert runner.threads.control[Control.FROZEN] == 0
+    assert scheduler.stats().lanes["stream"].shards > lanes["stream"]
+    check_slots(scheduler)
 
 
 def test_a_refused_registration_keeps_what_was_pinned_before(played):

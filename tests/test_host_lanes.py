@@ -9,7 +9,7 @@ from numba import config
 
 from trilane.cpu_kernels.host_device import PlayedRates
 from trilane.cpu_kernels.host_lanes import _chunk
-from trilane.cpu_kernels.words import TeamJob
+from trilane.cpu_kernels.words import Shard, TeamJob
 from trilane.expert import CPU, HIT, STREAM, ZERO_COPY
 from trilane.host_run import DONE, Step, finish_step, group_step, post_wave
 from trilane.host_runner import StepInput
@@ -119,7 +119,7 @@ def test_shards_are_cut_into_any_chunks(scheduler_of, up_chunks, down_chunks):
     out = run_plan(runner, 0, x, ids, weights, lambda i, j: CPU, fill=False)  # sets all but the chunks
     team, lane = runner.ws.team_job, runner.device.team
     team[TeamJob.UP_CHUNKS], team[TeamJob.DOWN_CHUNKS], team[TeamJob.DONE] = up_chunks, down_chunks, 0
-    runner.ws.shards[:, 20] = 0  # Shard.PROGRESS
+    runner.ws.shards[:, Shard.PROGRESS] = 0
     runner.ws.parts[:] = np.nan
     tasks = int(team[TeamJob.NUM_SHARDS]) * (up_chunks + down_chunks)
     lane.run(runner.device.addresses["TEAM_TASK"], team.ctypes.data, tasks)
