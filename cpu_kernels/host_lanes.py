@@ -135,10 +135,11 @@ def run_team_task(job, task):
         abort = address_of(job, TeamJob.ABORT)
         if not _down_task(layer, shard, task % down_chunks, down_chunks, up_chunks, abort):
             return ABORTED
-    if add_at(address_of(job, TeamJob.DONE), 1) == num_up + num_shards * down_chunks - 1:
-        if word(job, TeamJob.DUE_NS) != 0:
+        set_word(job, TeamJob.END_NS, mono_ns())  # the last one's stays
+    if word(job, TeamJob.DUE_NS) != 0:
+        if add_at(address_of(job, TeamJob.DONE), 1) == num_up + num_shards * down_chunks - 1:
             sleep_until_ns(word(job, TeamJob.DUE_NS))
-        set_word(job, TeamJob.END_NS, mono_ns())
+            set_word(job, TeamJob.END_NS, mono_ns())
     return 0
 
 

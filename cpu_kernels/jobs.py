@@ -194,7 +194,7 @@ def _suffer_fault(words):
 
 
 @compiled
-def _run_task(words, mine, task, num_tasks, worker):
+def _run_task(words, mine, task, worker):
     """Run one claimed task; False if the worker dies of it."""
     store_at(mine + TASK, task)
     store_at(mine + STARTED_NS, mono_ns())
@@ -205,21 +205,28 @@ def _run_task(words, mine, task, num_tasks, worker):
         if code != 0:
             compare_exchange_at(words + ABORT, 0, code)
     store_at(mine + STARTED_NS, 0)
-    if add_at(words + DONE, 1) + 1 == num_tasks:  # unless it was the last, the job may be gone by now
-        _finish(words)
     return True
 
 
 @compiled
 def _run_tasks(words, mine, worker):
-    """Claim and run tasks until none is left; False if the worker dies."""
+    """Claim and run tasks until none is left; False if the worker dies.
+
+    A worker counts its own tasks and adds them up once: one word that all write after each task would be in their way.
+    """
+    done, num_tasks = 0, np.int64(0)
     while True:
         claim = add_at(words + CLAIM, 1)
         limit = load_at(words + LIMIT)
         if claim >> 32 != limit >> 32 or claim & LOW32 >= limit & LOW32:
-            return True
-        if not _run_task(words, mine, claim & LOW32, limit & LOW32, worker):
+            break
+        num_tasks = limit & LOW32
+        if not _run_task(words, mine, claim & LOW32, worker):
             return False
+        done += 1
+    if done > 0 and add_at(words + DONE, done) + done == num_tasks:  # unless it was the last, the job may be gone by now
+        _finish(words)
+    return True
 
 
 @compiled

@@ -295,7 +295,7 @@ class WorkerTeam:
             if outcome == jobs.STOPPED:
                 raise TeamClosed("the team was stopped during the wait; make a new one")
             left_s -= slice_s
-            before, progress = progress, (self._word(jobs.FINISHED), self._word(jobs.DONE))
+            before, progress = progress, (self._word(jobs.FINISHED), self._word(jobs.CLAIM))
             quiet_s = quiet_s + slice_s if progress == before else 0.0
             if quiet_s >= self.options.stall_timeout_s:
                 self._fail(WorkerStalled(self._describe_stall(quiet_s)), None)

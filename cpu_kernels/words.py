@@ -77,7 +77,7 @@ class TeamJob(IntEnum):
     ABORT = 5  # not 0: give up waiting
     DUE_NS = 6  # a played lane is not finished before this time
     POSTED_NS = 7
-    DONE = 16  # tasks finished; in lines of its own, since each task writes it
+    DONE = 16  # tasks finished, of a played lane; in lines of its own, since each task writes it
     END_NS = 17  # when the last task finished
     SIZE = 32
 

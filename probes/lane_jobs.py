@@ -145,7 +145,7 @@ class LaneRing:
         self.shards = aligned(self.num_steps * self.num_items * Shard.SIZE, np.int64)
         self.shards = self.shards.reshape(self.num_steps, self.num_items, Shard.SIZE)
         self.pieces = np.zeros((self.num_steps, self.num_items, Piece.SIZE), np.int64)
-        self.jobs = np.zeros((3, self.num_steps, 16), np.int64)
+        self.jobs = np.zeros((3, self.num_steps, max(TeamJob.SIZE, LinkJob.SIZE, DeviceJob.SIZE)), np.int64)
         self.slots, self.num_slots = slots, slots.nbytes // int(experts.layout.shard_nbytes.max())
         for item in range(self.num_items):
             self._lay_out(item)
