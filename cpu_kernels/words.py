@@ -59,7 +59,7 @@ class Shard(IntEnum):
     OUT = 18  # float32: row i at OUT + 4 * i * OUT_STRIDE
     OUT_STRIDE = 19
     NBYTES = 20
-    # What changes while the shard is computed, apart from what everybody reads: 128 bytes are two lines, fetched as one.
+    # What changes while the shard is computed, apart from what everybody reads (cores fetch 128 bytes at a time).
     PROGRESS = 32  # gate/up chunks done; one more once the records are there
     SLEEPERS = 33  # threads that sleep until then
     LANDED = 34  # 1 once the bytes may be read

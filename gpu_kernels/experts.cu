@@ -244,14 +244,11 @@ extern "C" __global__ void __launch_bounds__(256, BLOCKS)
   __shared__ Work work;
   if (*(const volatile u32*)&step.state->missing == 0) return end_after_earlier();
   if (blockIdx.x == 0) {
-    tend_plan(step, progress, list, updates, max_items, wait);
+    tend_plan(step, list, updates, max_items, wait);
     return end_after_earlier();
   }
   int index = (blockIdx.x - 1) / CHUNKS;
   if (threadIdx.x == 0) work.task = (blockIdx.x - 1) % CHUNKS;
-  if (threadIdx.x < 32) wait_for_blocks(progress.relayed, 1, 1, step.state->clock);
-  __syncthreads();
-  if (threadIdx.x == 32) work.clock = step.state->clock;
-  int count = read_item(step, step.plan, index, work);
+  int count = await_item(step, index, work);
   if (index < count) run_item<true>(layer, step, progress, work, index, count, shared, tiles);
 }

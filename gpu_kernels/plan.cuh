@@ -23,13 +23,12 @@ DEV const uint4* item_chunk(const WorkList* list, int i) {
 DEV const uint4* update_chunk(const Updates* updates, int i) { return (const uint4*)((const Update*)(updates + 1) + i); }
 
 DEV void keep_item(const Step& step, int i, const uint4& chunk) {
-  *((uint4*)((Item*)(step.plan + 1) + i / ITEM_CHUNKS) + i % ITEM_CHUNKS) = chunk;
+  store16((volatile uint4*)((Item*)(step.plan + 1) + i / ITEM_CHUNKS) + i % ITEM_CHUNKS, chunk);
 }
 
 // All threads, 256 of them, with up to two updates an item: the plan from host memory to `Step.plan`, its updates to the slot table. A plan of another
 // step becomes an empty one, and fails the step; with `wait` it is waited for.
-DEV void relay_plan(const Step& step, const Progress& progress, const WorkList* list, const Updates* updates, int max_items,
-                    int wait) {
+DEV void relay_plan(const Step& step, const WorkList* list, const Updates* updates, int max_items, int wait) {
   __shared__ Relay relay;
   u32 clock = *(const volatile u32*)&step.state->clock, sequence = *(const volatile u32*)&step.state->sequence;
   int thread = threadIdx.x, own = thread < HALF ? thread - 1 : thread - HALF;
@@ -56,16 +55,38 @@ DEV void relay_plan(const Step& step, const Progress& progress, const WorkList* 
   if (thread > 0 && thread < HALF && looks_at && own < chunks) keep_item(step, own, chunk);
   for (int i = ITEM_LOOKS + thread; i < chunks; i += blockDim.x) keep_item(step, i, load16(item_chunk(list, i)));
   if (thread == 0) {
-    step.plan->count = count;
     if (!ours) fail(step, clock, wait ? ERROR_ABORTED : ERROR_STALE_PLAN);
+    store16((volatile uint4*)step.plan, make_uint4(sequence, (u32)count, 0, 0));
   }
-  __syncthreads();
-  if (thread == 0) store_release_gpu(progress.relayed, clock);
   if (thread >= HALF && looks_at && own < num_updates) step.table[chunk.x] = (int)chunk.y;
   for (int i = UPDATE_LOOKS + thread; i < num_updates; i += blockDim.x) {
     uint4 update = load16(update_chunk(updates, i));
     step.table[update.x] = (int)update.y;
   }
+}
+
+// Item `index` of the plan once the first block has relayed it, and how many there are: header and item have the step's
+// number in each sixteen bytes, so one look is enough.
+DEV int await_item(const Step& step, int index, Work& work) {
+  __shared__ int relayed;
+  int thread = threadIdx.x;
+  if (thread < 32) {
+    u32 sequence = *(const volatile u32*)&step.state->sequence;
+    bool of_item = thread >= 1 && thread <= ITEM_CHUNKS;
+    const uint4* at = of_item ? (const uint4*)((const Item*)(step.plan + 1) + index) + thread - 1 : (const uint4*)step.plan;
+    for (;; rest()) {
+      uint4 seen = load16(at);
+      bool header = __shfl_sync(FULL, seen.x, 0) == sequence;
+      int count = __shfl_sync(FULL, (int)seen.y, 0);
+      if (!header || !__all_sync(FULL, !of_item || index >= count || seen.z == sequence)) continue;
+      if (of_item) ((uint4*)&work.item)[thread - 1] = seen;
+      if (thread == 0) relayed = count;
+      break;
+    }
+  }
+  if (thread == 32) work.clock = *(const volatile u32*)&step.state->clock, work.fused = false;
+  __syncthreads();
+  return relayed;
 }
 
 // One thread: until a copy has landed. False: the host said that nothing will come any more, or not in time.
@@ -115,8 +136,8 @@ DEV bool bytes_are_there(const Step& step, Work& work) {
 }
 
 // The first block's work.
-DEV void tend_plan(const Step& step, const Progress& progress, const WorkList* list, const Updates* updates, int max_items,
-                   int wait) {
-  relay_plan(step, progress, list, updates, max_items, wait);
+DEV void tend_plan(const Step& step, const WorkList* list, const Updates* updates, int max_items, int wait) {
+  relay_plan(step, list, updates, max_items, wait);
+  __syncthreads();
   if (threadIdx.x == 0) watch_copies(step);
 }

@@ -181,8 +181,20 @@ DEV void write_mail(const Layer& layer, const Step& step, const Grouping& g, int
   }
 }
 
+// A single row's missing shards in sixteen bytes a group, each with the step's number at both ends: the host can plan
+// before the mailbox is closed, which takes a way to the host and back.
+DEV void write_brief(const Layer& layer, const Step& step, const Grouping& g, const Few& few, u32 clock, int lane) {
+  bool once = __all_sync(FULL, few.expert < 0 || __popc(few.peers) == 1);
+  if (!step.brief || step.num_rows != 1 || layer.num_shards > 32 || !once) return;
+  u32 sequence = *(volatile u32*)&step.state->sequence + 1;
+  if (few.leads) store16(step.brief + 1 + few.group, make_uint4(sequence, (u32)few.expert, (u32)g.missing[few.group], sequence));
+  if (lane == 0) store16(step.brief, make_uint4(sequence, (u32)layer.layer | (u32)few.num_groups << 16, clock, sequence));
+}
+
 // The same by one warp that has the entries in its lanes.
 DEV void write_few_mail(const Layer& layer, const Step& step, const Grouping& g, const Few& few, int missing, u32 clock, int lane) {
+  write_brief(layer, step, g, few, clock, lane);
+  __syncwarp();
   if (lane == 0) mail_header(layer, step, few.num_groups, missing, clock);
   if (few.leads) mail_group(step, g, few.group);
   if (few.position >= 0) step.mail_tokens[few.position] = lane / step.top_k;

@@ -59,7 +59,7 @@ _STRUCTS: Mapping[str, tuple[tuple[str, str], ...]] = {
         ("u32", "begin"), ("u32", "layer"), ("u32", "num_rows"), ("u32", "top_k"), ("u32", "num_groups"),
         ("u32", "num_missing"), ("u32", "clock"), ("u32[8]", "unused"), ("u32", "end"),
     ),
-    "Progress": (("u32*", "hidden"), ("u32*", "parts"), ("u32*", "relayed")),
+    "Progress": (("u32*", "hidden"), ("u32*", "parts")),
     "Tiles": (("int", "whole"), ("int", "up"), ("int", "down")),
     "Prefill": (
         ("u64*", "source"), ("int*", "first"), ("int*", "rows"), ("int*", "order"), ("int*", "batch"),
@@ -75,6 +75,7 @@ _STRUCTS: Mapping[str, tuple[tuple[str, str], ...]] = {
         ("State*", "state"), ("int*", "table"), ("const Updates*", "pending"), ("u32*", "acknowledged"),
         ("Mailbox*", "mail"), ("int*", "mail_groups"), ("u64*", "mail_missing"), ("int*", "mail_tokens"),
         ("float*", "mail_weights"), ("u8*", "mail_records"), ("float*", "mail_floats"), ("int*", "mail_bad"),
+        ("uint4*", "brief"),
         ("const u32*", "cpu_flag"), ("const u32*", "abort"), ("u32*", "error"), ("int", "x_element"),
         ("int", "id_nbytes"), ("int", "out_element"), ("int", "num_rows"), ("int", "top_k"), ("int", "unused"),
     ),
@@ -100,6 +101,7 @@ def _make_types() -> Mapping[str, np.dtype[Any]]:
 TYPES: Mapping[str, np.dtype[Any]] = _make_types()
 ITEM_NBYTES, UPDATE_NBYTES = TYPES["Item"].itemsize, TYPES["Update"].itemsize
 HEADER_NBYTES = TYPES["WorkList"].itemsize
+BRIEF_NBYTES = 16 * (1 + 32)  # of a single row: a header, and sixteen bytes for each expert
 
 
 def _c_field(declared: str, name: str) -> str:
@@ -184,10 +186,9 @@ def progress_words(address: int, max_items: int) -> NDArray[np.void]:
     words = np.zeros((), TYPES["Progress"])
     words["hidden"] = address
     words["parts"] = address + 4 * max_items * CHUNKS
-    words["relayed"] = address + 8 * max_items * CHUNKS
     return words
 
 
 def progress_nbytes(max_items: int) -> int:
-    """Bytes of the flags of a list of up to ``max_items`` items: two for each thread block, and one."""
-    return 8 * max_items * CHUNKS + 4
+    """Bytes of the flags of a list of up to ``max_items`` items: two for each thread block."""
+    return 8 * max_items * CHUNKS

@@ -20,7 +20,7 @@ from trilane.cpu_kernels.jobs import ENDED, TIMED_OUT, job_error, post_job, wait
 from trilane.cpu_kernels.words import TeamJob, copy_bytes, word
 from trilane.cuda_copier import await_issue, post_copies, thaw
 from trilane.cuda_fills import tend_fills
-from trilane.cuda_mail import num_groups_of, take_mail
+from trilane.cuda_mail import await_rows, take_mail
 from trilane.cuda_plan import NUM_COPIES, NUM_CPU, lay_out_cpu, lay_out_plan, release_plan
 from trilane.cuda_words import END, Control, Failure, Fault, Marks, Place, fail, u32_at
 from trilane.eviction import settle_expert, touch_expert
@@ -44,7 +44,7 @@ def answer_mail(run, rates):
     begin = mono_ns()
     wire, g = run.wire, run.grouping
     layer, clock = wire.control[Control.TAKEN_LAYER], wire.control[Control.CLOCK]
-    num_experts = num_groups_of(wire)
+    num_experts = wire.control[Control.NUM_GROUPS]
     plan_layer(run.state, run.geometry, rates, run.options, layer, g.experts, g.rows, num_experts, clock, run.work)
     plan_ns = mono_ns() - begin
     marks = Marks(run.work.lane, run.work.slot, run.work.victim, run.work.run)
@@ -78,7 +78,7 @@ def _post_team(wire, tables, ws, grouping, layer, num_experts):
     """Start the CPU lane on its shards; its ticket, 0 without any."""
     team = ws.team_job
     team[:] = 0
-    if wire.counts[NUM_CPU] == 0:
+    if wire.counts[NUM_CPU] == 0 or not await_rows(wire):
         return 0
     positions = 0
     for i in range(num_experts):

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import numpy as np
-
-from trilane.cpu_kernels.atomics import fence
+from trilane.cpu_kernels.atomics import fence, load_at, pause
 from trilane.cpu_kernels.words import load_i32, word
 from trilane.cuda_words import (
     BEGIN,
@@ -20,10 +18,53 @@ from trilane.cuda_words import (
 )
 from trilane.jit import compiled
 
+LOW = 0xFFFFFFFF
+
 
 @compiled(counted=False)
 def take_mail(wire, grouping, num_layers):
-    """Copy a new mailbox into the grouping; its layer, -1 where there is none or the GPU is writing it.
+    """Copy a new mailbox into the grouping; its layer, -1 where there is none or the GPU is writing it."""
+    layer = _take_brief(wire, grouping, num_layers)
+    return layer if layer >= 0 else _take_whole(wire, grouping, num_layers)
+
+
+@compiled(counted=False)
+def _take_brief(wire, grouping, num_layers):
+    """The same of a single row's brief, which comes before its mailbox: sixteen bytes each, the number at both ends."""
+    brief, sequence = wire.places[Place.BRIEF], (wire.control[Control.SEQUENCE] + 1) & LOW
+    first, second = load_at(brief), load_at(brief + 8)
+    if first & LOW != sequence or _high(second) != sequence:
+        return -1
+    layer, num_groups = _high(first) & 0xFFFF, _high(first) >> 16
+    if not _fits(wire, grouping, num_layers, layer, num_groups, num_groups):
+        return -1
+    for i in range(num_groups):
+        of, missing = load_at(brief + 16 * (i + 1)), load_at(brief + 16 * (i + 1) + 8)
+        if of & LOW != sequence or _high(missing) != sequence:
+            return -1
+        grouping.experts[i], wire.missing[i] = _high(of), missing & LOW
+        grouping.first_position[i], grouping.rows[i], grouping.token[i] = i, 1, 0
+    _begin_step(wire, sequence, num_groups, 1, second & LOW)
+    return layer
+
+
+@compiled(counted=False)
+def _high(value):
+    """The upper half of a word."""
+    return (value >> 32) & LOW
+
+
+@compiled(counted=False)
+def _begin_step(wire, sequence, num_groups, num_rows, clock):
+    wire.control[Control.SEQUENCE] = sequence
+    wire.control[Control.NUM_GROUPS], wire.control[Control.NUM_ROWS] = num_groups, num_rows
+    before = wire.control[Control.CLOCK]
+    wire.control[Control.CLOCK] = before + ((clock - before) & LOW)  # the GPU's has 32 bits
+
+
+@compiled(counted=False)
+def _take_whole(wire, grouping, num_layers):
+    """The same of the mailbox itself.
 
     The GPU writes ``begin`` first and ``end`` last, so what lies between two equal readings of them is whole.
     """
@@ -32,7 +73,8 @@ def take_mail(wire, grouping, num_layers):
     if sequence == wire.control[Control.SEQUENCE] or u32_at(mail + BEGIN) != sequence:
         return -1
     layer, num_groups = load_i32(mail + LAYER), load_i32(mail + NUM_GROUPS)
-    entries = load_i32(mail + NUM_ROWS) * load_i32(mail + TOP_K)
+    num_rows = load_i32(mail + NUM_ROWS)
+    entries = num_rows * load_i32(mail + TOP_K)
     clock = u32_at(mail + CLOCK)
     if not _fits(wire, grouping, num_layers, layer, num_groups, entries):
         return -1
@@ -40,11 +82,18 @@ def take_mail(wire, grouping, num_layers):
     fence()
     if u32_at(mail + BEGIN) != sequence:
         return -1
-    wire.control[Control.SEQUENCE] = sequence
-    wire.control[Control.NUM_ROWS] = load_i32(mail + NUM_ROWS)
-    before = wire.control[Control.CLOCK]
-    wire.control[Control.CLOCK] = before + ((clock - before) & 0xFFFFFFFF)  # the GPU's has 32 bits
+    _begin_step(wire, sequence, num_groups, num_rows, clock)
     return layer
+
+
+@compiled(counted=False)
+def await_rows(wire):
+    """Until the mailbox is closed: a brief says nothing of the rows. False if nothing will run any more."""
+    while u32_at(wire.places[Place.MAIL] + END) != wire.control[Control.SEQUENCE]:
+        if load_at(wire.places[Place.CONTROL] + 8 * Control.STOP) != 0:
+            return False
+        pause()
+    return True
 
 
 @compiled(counted=False)
@@ -66,9 +115,3 @@ def _copy_groups(wire, grouping, num_groups, entries):
     tokens = wire.places[Place.MAIL_TOKENS]
     for position in range(entries):
         grouping.token[position] = load_i32(tokens + 4 * position)
-
-
-@compiled(counted=False)
-def num_groups_of(wire):
-    """Groups of the mailbox that was taken."""
-    return np.int64(load_i32(wire.places[Place.MAIL] + NUM_GROUPS))

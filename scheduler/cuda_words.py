@@ -58,6 +58,7 @@ class Place(IntEnum):
     MAIL_FLOATS = 28
     CONTROL = 29  # words by Control
     RESCUE = 30  # mapped: the sequence of a step whose copies will not come in time
+    BRIEF = 31  # mapped: a single row's missing shards, before its mailbox is closed
     SIZE = 32
 
 
@@ -90,6 +91,7 @@ class Control(IntEnum):
     FROZEN = 23  # thread: slots keep what they hold, since copies that were given up may still come
     RESCUES = 24  # thread: steps whose copies the driver did not take in time
     READABLE = 25  # thread: whether kernels can read all that is to be copied
+    NUM_GROUPS = 26  # thread: experts of the mailbox in hand
     # Copies, which a thread of their own hands to the driver; its words are behind those of the control thread.
     POSTED = 32  # thread: how often there was something new; the copier sleeps on it
     LISTED = 33  # thread: lists of copies ever posted
