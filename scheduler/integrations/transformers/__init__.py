@@ -6,6 +6,7 @@ patched: it is registered as an experts implementation, which models choose by n
 """
 
 from trilane.integrations.transformers.handle import OffloadedModel, handle_of
+from trilane.integrations.transformers.load_hook import TrilaneConfig, load
 from trilane.integrations.transformers.offload import attach, offload
 
-__all__ = ["OffloadedModel", "attach", "handle_of", "offload"]
+__all__ = ["OffloadedModel", "TrilaneConfig", "attach", "handle_of", "load", "offload"]

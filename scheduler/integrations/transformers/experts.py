@@ -1,4 +1,4 @@
-"""Experts modules of a transformers model: where they are, how their tensors lie, and models that have none of the kind.
+"""Experts modules of a transformers model: where they are, how their tensors lie, and models that have none.
 
 An experts module is a class under transformers' ``use_experts_implementation``: all of a layer's routed experts in
 stacked tensors, called with hidden rows, ids and router weights. Shared experts and the router are outside of it.
@@ -6,8 +6,8 @@ stacked tensors, called with hidden rows, ids and router weights. Shared experts
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import cached_property
 from typing import Any
 
 import torch
@@ -27,7 +27,7 @@ def is_experts(module: torch.nn.Module) -> bool:
 
 @dataclass(frozen=True)
 class ModuleExperts:
-    """One experts module of a model; its tensors are known by shape alone, they may be on the meta device.
+    """One experts module of a model; read once, since its parameters go when a store takes its place.
 
     Attributes
     ----------
@@ -36,54 +36,42 @@ class ModuleExperts:
     module : torch.nn.Module
     gate : Gate
         What :func:`~trilane.integrations.transformers.gates.probe_gate` found.
+    tensors : mapping of tuple of int
+        Shape of each parameter that holds experts: the matrices, and their biases where it has some.
+    dtype : torch.dtype
     """
 
     name: str
     module: Any
     gate: Gate
+    tensors: Mapping[str, tuple[int, ...]]
+    dtype: torch.dtype
 
-    @property
-    def up_name(self) -> str:
-        return "gate_up_proj" if self.module.has_gate else "up_proj"
-
-    @cached_property
-    def tensor_names(self) -> tuple[str, ...]:
-        """The parameters that hold the experts."""
-        matrices = (self.up_name, "down_proj")
-        return (*matrices, *(f"{name}_bias" for name in matrices)) if self.module.has_bias else matrices
-
-    @cached_property
-    def shape(self) -> tuple[int, int, int]:
-        """(num_experts, hidden, intermediate), from the shape of the down matrix."""
-        num_experts, *sides = self.parameter("down_proj").shape
-        hidden, intermediate = reversed(sides) if self.module.is_transposed else sides
-        return int(num_experts), int(hidden), int(intermediate)
-
-    @cached_property
-    def dtype(self) -> torch.dtype:
-        return self.parameter("down_proj").dtype
-
-    def parameter(self, name: str) -> torch.Tensor:
-        """One of the parameters.
+    @classmethod
+    def of(cls, name: str, module: Any) -> ModuleExperts:
+        """Read an experts module; its parameters may be on the meta device.
 
         Raises
         ------
         StoreError
-            The module has none of that name, or it is no stack of float matrices.
+            Parameters or an activation that are not known here.
         """
-        found = self.module._parameters.get(name)
-        if found is None:
-            raise StoreError(
-                f"{self}: has no parameter {name!r}, but {', '.join(self.tensor_names)} are needed; this version of the "
-                "model's class lays its experts out in a way that is not known here"
-            )
-        if found.dtype not in FLOATS or found.ndim != (2 if name.endswith("bias") else 3):
-            raise StoreError(
-                f"{self}, {name}: {found.dtype} of shape {tuple(found.shape)}, but a stack of float32, float16 or "
-                "bfloat16 matrices is needed; load the model without its quantisation (dequantize=True, where its "
-                "quantiser has that)"
-            )
-        return found
+        matrices = ("gate_up_proj" if module.has_gate else "up_proj", "down_proj")
+        names = (*matrices, *(f"{matrix}_bias" for matrix in matrices)) if module.has_bias else matrices
+        found = {tensor: _parameter(name, module, tensor, names) for tensor in names}
+        shapes = {tensor: tuple(value.shape) for tensor, value in found.items()}
+        return cls(name, module, probe_gate(module, name), shapes, found["down_proj"].dtype)
+
+    @property
+    def shape(self) -> tuple[int, int, int]:
+        """(num_experts, hidden, intermediate), from the shape of the down matrix."""
+        num_experts, *sides = self.tensors["down_proj"]
+        hidden, intermediate = reversed(sides) if self.module.is_transposed else sides
+        return num_experts, hidden, intermediate
+
+    def parameter(self, name: str) -> torch.nn.Parameter:
+        """One of the parameters, as it is now."""
+        return self.module._parameters[name]
 
     def check_layer(self, layer: StoreLayer, index: int) -> None:
         """Refuse a store's layer that cannot stand for this module's experts.
@@ -112,6 +100,28 @@ class ModuleExperts:
         return f"{self.name} ({type(self.module).__name__})"
 
 
+def _parameter(name: str, module: Any, tensor: str, names: tuple[str, ...]) -> torch.Tensor:
+    """A parameter of an experts module, if it is a stack of float matrices, or of biases."""
+    found, where = module._parameters.get(tensor), f"{name} ({type(module).__name__})"
+    if found is None:
+        raise StoreError(
+            f"{where}: has no parameter {tensor!r}, but {', '.join(names)} are needed; this version of the class "
+            "lays its experts out in a way that is not known here"
+        )
+    if found.numel() == 0:
+        raise StoreError(
+            f"{where}: its parameters are empty, since a store took their place before; use handle_of(model), or load "
+            "the model again"
+        )
+    if found.dtype not in FLOATS or found.ndim != (2 if tensor.endswith("bias") else 3):
+        raise StoreError(
+            f"{where}, {tensor}: {found.dtype} of shape {tuple(found.shape)}, but a stack of float32, float16 or "
+            "bfloat16 matrices is needed; load the model without its quantisation (dequantize=True, where its "
+            "quantiser has that)"
+        )
+    return found
+
+
 def _gate_text(gate: Gate) -> str:
     """A gate with those of its numbers that matter."""
     numbers = {"silu_glu_clamped": ("limit",), "swiglu_oai": ("alpha", "limit")}.get(gate.kind, ())
@@ -129,7 +139,7 @@ def find_module_experts(model: torch.nn.Module) -> list[ModuleExperts]:
     found = [(name, module) for name, module in model.named_modules() if is_experts(module)]
     if not found:
         raise StoreError(_none_text(model))
-    return [ModuleExperts(name, module, probe_gate(module, name)) for name, module in found]
+    return [ModuleExperts.of(name, module) for name, module in found]
 
 
 def _none_text(model: torch.nn.Module) -> str:

@@ -54,8 +54,8 @@ def bound_layer(module: Any) -> BoundLayer:
     found = module.__dict__.get(ATTRIBUTE)
     if found is None:
         raise TrilaneError(
-            f"{type(module).__name__}: experts_implementation is {NAME!r}, but no store is attached to this model; call "
-            f"offload(model) or attach(model, store), or choose another by model.set_experts_implementation('eager')"
+            f"{type(module).__name__}: experts_implementation is {NAME!r}, but no store is attached to this model; "
+            "call offload(model) or attach(model, store), or choose another: set_experts_implementation('eager')"
         )
     return found
 
@@ -113,13 +113,13 @@ def _check_place(x: torch.Tensor, scheduler: ExpertScheduler) -> None:
         return
     if not scheduler.on_gpu:
         raise DeviceError(
-            f"hidden_states: on {x.device}, but the scheduler's device is the host; offload with device='cuda', or move "
-            "the model back by model.to('cpu')"
+            f"hidden_states: on {x.device}, but the scheduler's device is the host; offload with device='cuda', or "
+            "move the model back by model.to('cpu')"
         )
     if x.device.index:
         raise DeviceError(
-            f"hidden_states: on {x.device}, but the scheduler works on the first visible GPU; move the model to cuda:0, "
-            "or choose the GPU by CUDA_VISIBLE_DEVICES"
+            f"hidden_states: on {x.device}, but the scheduler works on the first visible GPU; move the model to "
+            "cuda:0, or choose the GPU by CUDA_VISIBLE_DEVICES"
         )
 
 

@@ -46,8 +46,8 @@ def probe_gate(module: Any, name: str = "experts") -> Gate:
             return gate
     act = type(getattr(module, "act_fn", None)).__name__
     raise StoreError(
-        f"{name} ({type(module).__name__}): its activation ({act}) gives the results of none of {', '.join(GATES)}, but "
-        "must be one of these; this model cannot be offloaded"
+        f"{name} ({type(module).__name__}): its activation ({act}) gives the results of none of {', '.join(GATES)}, "
+        "but must be one of these; this model cannot be offloaded"
     )
 
 

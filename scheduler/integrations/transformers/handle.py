@@ -128,7 +128,7 @@ def put_together(
 
 def strip(one: ModuleExperts) -> None:
     """Replace an experts module's parameters by empty ones."""
-    for name in one.tensor_names:
+    for name in one.tensors:
         one.module._parameters[name] = torch.nn.Parameter(torch.empty(0, dtype=one.dtype), requires_grad=False)
 
 

@@ -63,11 +63,11 @@ def offload(
     DeviceError, ConfigError, ProfileError, MemoryError
     """
     device, config = choose_device(device), resolve_config(config)
-    found = _fresh(model)
+    found = find_module_experts(model)
     builder = StoreBuilder(found, formats, threads, progress)
     _check_loaded(found)
     for index, one in enumerate(found):
-        for name in one.tensor_names:
+        for name in one.tensors:
             builder.put(index, name, one.parameter(name))
         strip(one)
     return put_together(model, found, builder.finish(), device, config, profile)
@@ -99,7 +99,18 @@ def attach(
     DeviceError, ConfigError, ProfileError, MemoryError
     """
     device, config = choose_device(device), resolve_config(config)
-    found = _fresh(model)
+    found = find_module_experts(model)
+    check_store(model, found, store)
+    return put_together(model, found, store, device, config, profile)
+
+
+def check_store(model: Any, found: list[ModuleExperts], store: ExpertStore) -> None:
+    """Refuse a store that is not of a model.
+
+    Raises
+    ------
+    StoreError
+    """
     if len(found) != store.num_layers:
         raise StoreError(
             f"store: has {store.num_layers} layers, but {type(model).__name__} has {len(found)} layers with experts "
@@ -107,24 +118,11 @@ def attach(
         )
     for index, (one, layer) in enumerate(zip(found, store.layers, strict=True)):
         one.check_layer(layer, index)
-    return put_together(model, found, store, device, config, profile)
-
-
-def _fresh(model: Any) -> list[ModuleExperts]:
-    """Experts modules that have not been taken over yet."""
-    found = find_module_experts(model)
-    for one in found:
-        if one.parameter(one.up_name).numel() == 0:
-            raise StoreError(
-                f"{one}: its parameters are empty, since they were offloaded before; take handle_of(model), or load the "
-                "model again"
-            )
-    return found
 
 
 def _check_loaded(found: list[ModuleExperts]) -> None:
     for one in found:
-        for name in one.tensor_names:
+        for name in one.tensors:
             if one.parameter(name).is_meta:
                 raise StoreError(
                     f"{one}, {name}: on the meta device, so there are no weights to take; load the model, or attach a "

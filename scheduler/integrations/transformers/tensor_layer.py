@@ -72,7 +72,7 @@ class TensorLayer:
     @property
     def missing(self) -> tuple[str, ...]:
         """Parameters that have not been given yet."""
-        return tuple(name for name in self.experts.tensor_names if name not in self._given)
+        return tuple(name for name in self.experts.tensors if name not in self._given)
 
     def give(self, name: str, tensor: torch.Tensor) -> None:
         """Take one parameter; kept until :meth:`release`.
@@ -82,7 +82,7 @@ class TensorLayer:
         StoreError
             Another shape than the module's own, or no float type.
         """
-        wanted = tuple(self.experts.parameter(name).shape)
+        wanted = self.experts.tensors[name]
         if tuple(tensor.shape) != wanted or tensor.dtype not in STORED_AS:
             raise StoreError(
                 f"{self.experts}, {name}: {tensor.dtype} of shape {tuple(tensor.shape)}, but floats of shape {wanted} "
