@@ -224,8 +224,12 @@ class Decoder:
                 raise ArrayError("attention_mask: padding at the right, but prompts must end together; pad at the left")
             mask = None if bool((mask == 1).all()) else mask
         if given is not None:
-            given = given.to(device, torch.int64)
-            given = given.expand(len(input_ids), -1)[:, :max_new_tokens]
+            if given.ndim not in (1, 2) or (given.ndim == 2 and len(given) not in (1, len(input_ids))):
+                raise ArrayError(
+                    f"given: shape {tuple(given.shape)}, but (steps,) or ({len(input_ids)}, steps) is needed: a row "
+                    "for each of input_ids"
+                )
+            given = given.to(device, torch.int64).expand(len(input_ids), -1)[:, :max_new_tokens]
             if given.numel() and int(given.min()) <= NOT_GIVEN:
                 raise ArrayError(f"given: token {int(given.min())}, but tokens are 0 and above; leave such out")
         return input_ids.to(device, torch.int64), mask, given
