@@ -8,6 +8,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 torch = pytest.importorskip("torch", reason="needs torch")
@@ -18,6 +19,7 @@ from safetensors.torch import load_file, save_file  # noqa: E402
 from transformers import AutoModel, AutoModelForCausalLM, Qwen3MoeForCausalLM  # noqa: E402
 
 from trilane import ExpertStore  # noqa: E402
+from trilane.cpu_kernels.layout import unpack_expert  # noqa: E402
 from trilane.errors import StoreError  # noqa: E402
 from trilane.integrations.transformers import TrilaneConfig, handle_of, load, offload  # noqa: E402
 
@@ -149,6 +151,41 @@ def test_checkpoints_that_are_quantised(saved):
         load(folder, **ON_HOST)
     with load(folder, store=ExpertStore.from_safetensors(folder), **ON_HOST) as handle:
         assert torch.equal(logits(handle.model, ids), wanted)
+
+
+def to_mxfp4(tensors):
+    """Give a gpt-oss checkpoint experts as they are published: nibbles and scales, rows of the output."""
+    rng = np.random.default_rng(0)
+    for name in [name for name in tensors if name.endswith(("gate_up_proj", "down_proj"))]:
+        num_experts, columns, rows = tensors.pop(name).shape
+        blocks = rng.integers(0, 256, (num_experts, rows, columns // 32, 16), np.uint8)
+        scales = rng.integers(120, 124, (num_experts, rows, columns // 32), np.uint8)
+        tensors[f"{name}_blocks"], tensors[f"{name}_scales"] = torch.from_numpy(blocks), torch.from_numpy(scales)
+
+
+def weights_of(store, layer, part):
+    """A matrix of all experts of a layer as float32 (num_experts, rows, columns)."""
+    where = store.layers[layer]
+    sources = (unpack_expert(where.layout, store.expert_bytes(layer, e)) for e in range(where.num_experts))
+    fmt = getattr(where.layout, part)
+    return torch.from_numpy(np.stack([fmt.dequantize_rows(getattr(source, part)) for source in sources]))
+
+
+def test_experts_in_mxfp4_stay_so(saved):
+    folder, ids = saved("gpt_oss"), token_ids()
+    change_weights(folder, to_mxfp4)
+    change_config(folder, quantization_config={"quant_method": "mxfp4"})
+    store, model = ExpertStore.from_safetensors(folder), build_model("gpt_oss")
+    with torch.no_grad():  # the model's own code with the weights that the nibbles stand for
+        for index, layer in enumerate(model.model.layers):
+            gate, up, down = (weights_of(store, index, part).transpose(1, 2) for part in ("gate", "up", "down"))
+            layer.mlp.experts.gate_up_proj.copy_(torch.stack([gate, up], -1).flatten(2))
+            layer.mlp.experts.down_proj.copy_(down)
+    wanted = logits(model, ids)
+    with load(folder, store=store, dtype=torch.float32, **ON_HOST) as handle:
+        assert {layer.layout.down.name for layer in handle.store.layers} == {"mxfp4"}
+        error = (logits(handle.model, ids) - wanted).norm(dim=-1) / wanted.norm(dim=-1)
+    assert 1e-4 < float(error.median()) < 0.05  # of rows in eight bits
 
 
 # ---------------------------------------------------------------------------------------------------- memory
