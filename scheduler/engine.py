@@ -334,6 +334,11 @@ class ExpertScheduler:
             return self._runner.start_fills(layer, wanted)
 
     # ------------------------------------------------------------------------------------------- looking
+    @property
+    def on_gpu(self) -> bool:
+        """Whether the device is a GPU, so that arrays there are taken as they are."""
+        return self._steps is not None
+
     def predict_us(self, layer: int, topk_ids: Any) -> float:
         """What a step with these ids would take if it came now, by the cost model. Nothing changes.
 
@@ -373,6 +378,18 @@ class ExpertScheduler:
             with runner.threads.holding() if self._steps is not None else contextlib.nullcontext():
                 forecast.ask(layer, ids)
             return forecast.predict_us(runner.rates[layer])
+
+    def check(self) -> None:
+        """Raise what the device has found since the last call: for callers who replay graphs that hold steps.
+
+        Raises
+        ------
+        RoutingError, WorkerError, DeviceError, ClosedError, ForkError
+        """
+        self._check_usable()
+        if self._steps is not None:
+            with self._failing():
+                self._runner.check()
 
     def stats(self) -> Stats:
         """A snapshot of all counters since the start."""
