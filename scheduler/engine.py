@@ -334,6 +334,11 @@ class ExpertScheduler:
             return self._runner.start_fills(layer, wanted)
 
     # ------------------------------------------------------------------------------------------- looking
+    @property
+    def on_gpu(self) -> bool:
+        """Whether the device is a GPU, so that arrays there are taken as they are."""
+        return self._steps is not None
+
     def predict_us(self, layer: int, topk_ids: Any) -> float:
         """What a step with these ids would take if it came now, by the cost model. Nothing changes.
 

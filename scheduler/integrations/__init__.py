@@ -1,0 +1,1 @@
+"""Adapters that put a scheduler under models of other libraries. Nothing else of ours imports them."""
