@@ -83,4 +83,6 @@ def trunk_parameters(model_config: Any) -> dict[str, torch.Tensor]:
         model = AutoModelForCausalLM.from_config(model_config)
     experts = tuple(f"{name}." for name, module in model.named_modules() if is_experts(module))
     tied = {"lm_head.weight"} if model_config.tie_word_embeddings else set()
-    return {name: value for name, value in model.state_dict().items() if not name.startswith(experts) and name not in tied}
+    return {
+        name: value for name, value in model.state_dict().items() if not name.startswith(experts) and name not in tied
+    }
