@@ -30,8 +30,3 @@ def tiny_path() -> Path:
 def tiny_prompts() -> list[str]:
     """The twenty prompts, two for each domain that the model was trained on."""
     return (FOLDER / "prompts.txt").read_text().splitlines()
-
-
-def tiny_held_out() -> str:
-    """Text of all domains that the model has not seen, for its perplexity."""
-    return (FOLDER / "held_out.txt").read_text()
