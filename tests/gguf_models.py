@@ -1,4 +1,4 @@
-"""GGUF files of random models of transformers, named by the gguf package's own tables: what llama.cpp's converter writes."""
+"""GGUF files of random models of transformers, named by the gguf package's own tables, as converters write them."""
 
 from __future__ import annotations
 
@@ -127,6 +127,6 @@ def _add_more(writer: gguf.GGUFWriter, c, kind: str, split_latent: bool) -> None
 def shake_vectors(model) -> None:
     """Norms, biases and sinks that differ from ones and zeros, so that a missing one shows."""
     generator = torch.Generator().manual_seed(9)
-    for name, value in model.state_dict().items():
+    for value in model.state_dict().values():
         if value.ndim == 1 and value.is_floating_point():
             value.add_(0.1 * torch.randn(value.shape, generator=generator).to(value.dtype))

@@ -1,4 +1,4 @@
-"""Whole models from GGUF files: the same logits as the model that the file was written from; what is refused, and how."""
+"""Whole models from GGUF files: the logits of the model that the file was written from; what is refused, and how."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""The proof that placement changes no bit: prompts decoded under many settings, each compared with the all-resident run.
+"""The proof that placement changes no bit: prompts decoded under many settings, compared with the all-resident run.
 
 A setting is how many slots there are, which lanes serve misses, how many CPU threads compute, and whether the slots
 start empty or as the run before left them.
@@ -88,6 +88,7 @@ def prove(
     mask: torch.Tensor,
     wanted: list[Step],
     settings: Sequence[Setting],
+    warm_tokens: int | None = None,
     clock: Callable[[], float] = time.perf_counter,
 ) -> Iterator[Outcome]:
     """Decode under each setting, cold and then warm, and compare.
@@ -99,6 +100,8 @@ def prove(
     wanted : list of Step
         Of :func:`decode_resident`.
     settings : sequence of Setting
+    warm_tokens : int, optional
+        Tokens of the warm runs; None: as many as of the cold ones.
 
     Raises
     ------
@@ -108,10 +111,11 @@ def prove(
     for setting in settings:
         with other_scheduler(handle, setting.options) as other:
             for one in (setting, replace(setting, is_warm=True)):
+                steps = wanted[:warm_tokens] if one.is_warm else wanted
                 began = clock()
                 with other.scheduler.request() as request:
-                    found = compare_decoding(other, ids, mask, wanted)
-                outcome = Outcome(one, len(ids), len(wanted), tuple(found), clock() - began, request.stats)
+                    found = compare_decoding(other, ids, mask, steps)
+                outcome = Outcome(one, len(ids), len(steps), tuple(found), clock() - began, request.stats)
                 if not found:
                     _check_meaning(outcome)
                 yield outcome

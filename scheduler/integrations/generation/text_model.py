@@ -1,4 +1,4 @@
-"""A model that text goes into and comes out of: what ``trilane run`` opens, from a GGUF file or a checkpoint's folder."""
+"""A model that text goes into and comes out of: what ``trilane run`` opens, a GGUF file or a checkpoint's folder."""
 
 from __future__ import annotations
 

@@ -48,7 +48,8 @@ def _rope(facts: Facts) -> dict[str, Any]:
         return found
     if kind != "yarn":
         raise ModelFileError(
-            f"{facts.files.path}: {facts.architecture}.rope.scaling.type is {kind!r}, but none, linear and yarn are known"
+            f"{facts.files.path}: {facts.architecture}.rope.scaling.type is {kind!r}, but only none, linear "
+            "and yarn are known; take another file of the model"
         )
     found["original_max_position_embeddings"] = facts.need("rope.scaling.original_context_length")
     found |= {"beta_fast": 32.0, "beta_slow": 1.0}
