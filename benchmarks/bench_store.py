@@ -44,25 +44,33 @@ def _text(text: str) -> bytes:
     return struct.pack("<Q", len(text)) + text.encode()
 
 
-def write_model(path: Path, layers: int, fmt: str, down: str) -> None:
-    """A GGUF file with the experts of ``layers`` layers, random bytes, and nothing else."""
+def write_model(
+    path: Path, layers: int, fmt: str, down: str, *,
+    hidden: int = HIDDEN, intermediate: int = INTERMEDIATE, experts: int = EXPERTS,
+    bytes_of: Callable[[str, int], bytes | memoryview] | None = None,
+) -> None:  # fmt: skip
+    """A GGUF file with the experts of ``layers`` layers and nothing else; ``bytes_of``(format, size) is what they are.
+
+    Random bytes where it is None: of no use as weights.
+    """
     infos, sizes, offset = [], [], 0
     for layer in range(layers):
         for name, kind in (("gate", fmt), ("up", fmt), ("down", down)):
-            rows, columns = (HIDDEN, INTERMEDIATE) if name == "down" else (INTERMEDIATE, HIDDEN)
+            rows, columns = (hidden, intermediate) if name == "down" else (intermediate, hidden)
             number = NUMBER_OF_TYPE[kind]
             block = BLOCK_TYPES[number]
-            head = _text(f"blk.{layer}.ffn_{name}_exps.weight") + struct.pack("<I3Q", 3, columns, rows, EXPERTS)
+            head = _text(f"blk.{layer}.ffn_{name}_exps.weight") + struct.pack("<I3Q", 3, columns, rows, experts)
             infos.append(head + struct.pack("<IQ", number, offset))
-            sizes.append(EXPERTS * rows * columns // block.block_size * block.block_nbytes)
-            offset += -(-sizes[-1] // ALIGNMENT) * ALIGNMENT
+            sizes.append((kind, experts * rows * columns // block.block_size * block.block_nbytes))
+            offset += -(-sizes[-1][1] // ALIGNMENT) * ALIGNMENT
     key = _text("general.architecture") + struct.pack("<I", 8) + _text("qwen3moe")
     header = b"GGUF" + struct.pack("<IQQ", 3, len(infos), 1) + key + b"".join(infos)
     rng = np.random.default_rng(0)
     with path.open("wb") as file:
         file.write(header + bytes(-len(header) % ALIGNMENT))
-        for size in sizes:
-            file.write(rng.bytes(size) + bytes(-size % ALIGNMENT))
+        for kind, size in sizes:
+            file.write(rng.bytes(size) if bytes_of is None else bytes_of(kind, size))
+            file.write(bytes(-size % ALIGNMENT))
 
 
 class Seconds(NamedTuple):

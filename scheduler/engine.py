@@ -379,6 +379,18 @@ class ExpertScheduler:
                 forecast.ask(layer, ids)
             return forecast.predict_us(runner.rates[layer])
 
+    def check(self) -> None:
+        """Raise what the device has found since the last call: for callers who replay graphs that hold steps.
+
+        Raises
+        ------
+        RoutingError, WorkerError, DeviceError, ClosedError, ForkError
+        """
+        self._check_usable()
+        if self._steps is not None:
+            with self._failing():
+                self._runner.check()
+
     def stats(self) -> Stats:
         """A snapshot of all counters since the start."""
         return self._make_stats(self._runner.totals)

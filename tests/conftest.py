@@ -21,6 +21,8 @@ ALLOWED_SKIPS = (
     "needs two cpus",
     "needs ggml",
     "needs a gpu",
+    "needs torch",
+    "needs transformers",
     "needs compiled code",
 )
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
+torch.set_num_threads(1)  # threads that wait for each other take longer over models of this size than they save
 SIZES = {
     "vocab_size": 128, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4,
     "num_key_value_heads": 2, "head_dim": 16, "max_position_embeddings": 128, "pad_token_id": 0, "bos_token_id": 1,
@@ -68,6 +69,7 @@ ARCHITECTURES = {
         "vocab_size_per_layer_input": 128,
     },
 }  # fmt: skip
+ONE_THREAD = {"cpu": {"threads": 1}}
 
 
 def build_model(kind, dtype=torch.float32, **changes):
@@ -75,6 +77,7 @@ def build_model(kind, dtype=torch.float32, **changes):
     config = AutoConfig.for_model(kind, **(SIZES | ARCHITECTURES[kind] | changes))
     torch.manual_seed(1)
     model = AutoModelForCausalLM.from_config(config, experts_implementation="eager", dtype=dtype).eval()
+    model.generation_config.eos_token_id = None  # all texts have the length that is asked for
     generator = torch.Generator().manual_seed(3)
     with torch.no_grad():
         for parameter in model.parameters():
@@ -91,3 +94,9 @@ def token_ids(rows=2, length=11):
 def logits(model, ids, **more):
     device = next(p.device for p in model.parameters() if p.numel())
     return model(ids.to(device), use_cache=False, **more).logits.float().cpu()
+
+
+def greedy(model, ids, new, **more):
+    """What transformers' own generate gives, all of the new tokens."""
+    more.setdefault("attention_mask", torch.ones_like(ids))
+    return model.generate(ids, max_new_tokens=new, do_sample=False, pad_token_id=0, **more)

@@ -5,8 +5,9 @@ brings a checkpoint's experts straight to the store. Importing this imports torc
 patched: it is registered as an experts implementation, which models choose by name.
 """
 
+from trilane.integrations.transformers.decoder import Decoder
 from trilane.integrations.transformers.handle import OffloadedModel, handle_of
 from trilane.integrations.transformers.load_hook import TrilaneConfig, load
 from trilane.integrations.transformers.offload import attach, offload
 
-__all__ = ["OffloadedModel", "TrilaneConfig", "attach", "handle_of", "load", "offload"]
+__all__ = ["Decoder", "OffloadedModel", "TrilaneConfig", "attach", "handle_of", "load", "offload"]

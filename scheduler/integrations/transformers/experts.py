@@ -80,8 +80,14 @@ class ModuleExperts:
         ------
         StoreError
         """
-        wanted = dict(zip(("num_experts", "hidden", "intermediate"), self.shape, strict=True))
-        wanted |= {"biases": bool(self.module.has_bias), "gate": _gate_text(self.gate)}
+        num_experts, hidden, intermediate = self.shape
+        wanted = {
+            "num_experts": num_experts,
+            "hidden": hidden,
+            "intermediate": intermediate,
+            "biases": bool(self.module.has_bias),
+            "gate": _gate_text(self.gate),
+        }
         found = {
             "num_experts": layer.num_experts,
             "hidden": layer.layout.hidden,

@@ -17,7 +17,7 @@ from trilane.cpu_kernels.gate import GATES
 from trilane.errors import StoreError
 from trilane.store_layers import GATELESS, Gate
 
-FAR = 1e4  # beyond the limit of any model, and well inside of float16
+NEAR, FAR = 1 / 16, 1e4  # within the limit of any model, and beyond it
 NUM_TRIALS = 4096
 SPREAD = 12.0  # standard deviation of the trials: some lie where the activation is flat, some beyond limits
 TOLERANCE = 1e-4
@@ -76,14 +76,15 @@ def _candidates(apply: Apply, has_gate: bool) -> list[Gate]:
     """Kinds with the numbers that they would have, if they were the one."""
     if not has_gate:
         return [Gate(GATELESS)]
-    near, far = apply(np.array([1.0]), np.array([1.0])).item(), apply(np.array([1.0]), np.array([FAR])).item()
+    at = np.full(2, NEAR), np.array([NEAR, FAR])
+    near, far = apply(*at).tolist()
     ratio = far / near if near else np.inf
-    if not 0 < ratio < FAR / 2:  # no limit on up values
+    if not 0 < ratio < FAR / NEAR / 2:  # no limit on up values
         return [Gate("silu_glu"), Gate("gelu_tanh_glu")]
-    found = [Gate("silu_glu_clamped", limit=_rounded(ratio))]  # h is in proportion to u: the limit against 1
-    slope = near / 2  # (u + 1) * g * sigmoid(alpha * g), at 1 and 1
-    if 0 < slope < 1 and ratio > 0.5:
-        found.append(Gate("swiglu_oai", _rounded(np.log(slope / (1 - slope))), _rounded(2 * ratio - 1)))
+    found = [Gate("silu_glu_clamped", limit=_rounded(NEAR * ratio))]  # h is in proportion to u
+    slope = near / NEAR / (NEAR + 1)  # (u + 1) * g * sigmoid(alpha * g)
+    if 0 < slope < 1 and (limit := (NEAR + 1) * ratio - 1) > 0:
+        found.append(Gate("swiglu_oai", _rounded(np.log(slope / (1 - slope)) / NEAR), _rounded(limit)))
     return found
 
 

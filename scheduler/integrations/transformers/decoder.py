@@ -1,0 +1,269 @@
+"""Text after a prompt, a token at a time: on a GPU as one graph of the whole model, so that no Python runs in between.
+
+The first steps of a run are ordinary ones, which also prepare what a graph must find ready; then the step is captured
+once and replayed. Where a model cannot be captured the steps go on as they began, and the log says why.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+import torch
+
+from trilane.errors import ArrayError
+from trilane.integrations.transformers.decode_step import NOT_GIVEN, DecodeStep
+from trilane.integrations.transformers.handle import OffloadedModel
+
+ROOM = 256  # a run's capacity is a multiple of it, so that the next one can use the same graph
+ORDINARY_STEPS = 2  # before a capture
+OnToken = Callable[[list[int]], object]
+log = logging.getLogger("trilane")
+
+
+class Decoder:
+    """Decodes with a model whose experts are in a store; greedy, or along given tokens.
+
+    Parameters
+    ----------
+    handle : OffloadedModel
+    capture : bool
+        On a GPU, run steps as a CUDA graph of the whole model where it can be captured.
+
+    Attributes
+    ----------
+    captured : bool
+        Whether steps are replayed from a graph.
+    why_not : str
+        Why they are not; empty if they are, or before the first run.
+
+    Examples
+    --------
+    >>> decoder = Decoder(handle)  # doctest: +SKIP
+    >>> decoder.generate(tokenizer("The", return_tensors="pt").input_ids, 20)  # doctest: +SKIP
+    """
+
+    def __init__(self, handle: OffloadedModel, *, capture: bool = True) -> None:
+        self.handle, self.model = handle, handle.model
+        self.captured, self.why_not = False, ""
+        self._capture = capture
+        self._step: DecodeStep | None = None
+        self._graph: Any = None
+        self._stream: Any = None
+        self._num_steps = 0
+
+    @torch.no_grad()
+    def generate(
+        self,
+        input_ids: torch.Tensor,
+        max_new_tokens: int,
+        *,
+        attention_mask: torch.Tensor | None = None,
+        given: torch.Tensor | None = None,
+        eos_token_id: int | Iterable[int] | None = None,
+        on_token: OnToken | None = None,
+    ) -> torch.Tensor:
+        """Tokens after a prompt.
+
+        Parameters
+        ----------
+        input_ids : (rows, length) integer tensor
+            Prompts, of any device; shorter ones padded at their left.
+        max_new_tokens : int
+        attention_mask : (rows, length) tensor, optional
+            0 where a prompt is padded.
+        given : (steps,) or (rows, steps) integer tensor, optional
+            Tokens to feed on whatever the model says ("teacher forcing"); after them it is greedy. What the model
+            would have taken is in :attr:`picks`.
+        eos_token_id : int or ints, optional
+            Ends a row, which is filled with its last token then; None: all ``max_new_tokens`` are made.
+        on_token : callable, optional
+            Called with the new token of each row as they come; ends the run if it returns True.
+
+        Returns
+        -------
+        (rows, length + new) int64 tensor, where the model is
+
+        Raises
+        ------
+        ArrayError
+            A shape that does not fit, or padding at the right.
+        TrilaneError
+            A step failed.
+        """
+        prompt, mask, given = self._checked(input_ids, max_new_tokens, attention_mask, given)
+        ends = {eos_token_id} if isinstance(eos_token_id, int) else set(eos_token_id or ())
+        if max_new_tokens == 0:
+            return prompt
+        with self._on_stream():
+            step = self._prepared(len(prompt), prompt.shape[1] + max_new_tokens, mask is not None)
+            step.begin(prompt, mask, given)
+            made = self._run(step, max_new_tokens, ends, on_token)
+            self.handle.scheduler.check()
+            new = step.tokens[:, :made].clone()
+        if ends:
+            new = _filled_after_end(new, ends)
+        return torch.cat([prompt, new], dim=1)
+
+    @property
+    def picks(self) -> torch.Tensor:
+        """(rows, capacity) int64: what the model itself would have taken after each step of the last run."""
+        if self._step is None:
+            raise ArrayError("picks: nothing has been decoded yet; call generate first")
+        return self._step.picks
+
+    @property
+    def logits(self) -> torch.Tensor:
+        """(rows, vocabulary): logits of the last step."""
+        if self._step is None or self._step.logits is None:
+            raise ArrayError("logits: nothing has been decoded yet; call generate first")
+        return self._step.logits
+
+    # ------------------------------------------------------------------------------------------- the steps
+    def _run(self, step: DecodeStep, wanted: int, ends: set[int], on_token: OnToken | None) -> int:
+        """Make tokens after the prompt's; how many there are in the end.
+
+        A token is looked at while the next step is under way, so that the GPU waits for nobody.
+        """
+        if not ends and on_token is None:
+            for _ in range(wanted - 1):
+                self._advance(step)
+            return wanted
+        watch = _Watch(step, ends, on_token)
+        for made in range(1, wanted):
+            watch.note()
+            self._advance(step)
+            if watch.is_over(made):
+                return made
+        watch.note()
+        watch.is_over(wanted)
+        return wanted
+
+    def _advance(self, step: DecodeStep) -> None:
+        if self._graph is None and self._may_capture(step) and self._num_steps >= ORDINARY_STEPS:
+            self._make_graph(step)
+        if self._graph is None:
+            step.advance()
+        else:
+            self._graph.replay()
+            self.handle.scheduler.check()
+        self._num_steps += 1
+
+    def _may_capture(self, step: DecodeStep) -> bool:
+        if self.why_not:
+            return False
+        if not self._capture:
+            self.why_not = "capture=False"
+        elif self._stream is None:
+            self.why_not = "the model is not on a GPU"
+        elif not step.is_static:
+            self._give_up(f"transformers has no static cache for all layers of {type(self.model).__name__}")
+        return not self.why_not
+
+    def _make_graph(self, step: DecodeStep) -> None:
+        """Capture the step; the stream's work so far is waited for."""
+        self._stream.synchronize()
+        graph, before = torch.cuda.CUDAGraph(), step.logits
+        try:
+            # The scheduler's own threads go on meanwhile; what they call must not end the capture.
+            with torch.cuda.graph(graph, stream=self._stream, capture_error_mode="thread_local"):
+                step.advance()
+        except Exception as error:  # whatever a model does that no graph can hold
+            step.logits = before
+            self._give_up(f"{type(self.model).__name__} cannot be captured: {str(error).splitlines()[0]}")
+            return
+        self._graph, self.captured = graph, True
+
+    def _give_up(self, reason: str) -> None:
+        self.why_not = reason
+        log.warning("decoder: steps run one operation at a time, since %s", reason)
+
+    def _prepared(self, rows: int, length: int, padded: bool) -> DecodeStep:
+        """The step for a run; the one before, with its graph, where it has the room."""
+        known = self._step
+        if known is not None and (known.rows, known.padded) == (rows, padded) and known.capacity >= length:
+            return known
+        self._graph, self._step, self.captured, self._num_steps, self.why_not = None, None, False, 0, ""
+        self._step = DecodeStep(self.model, rows, -(-length // ROOM) * ROOM, padded)
+        return self._step
+
+    @contextlib.contextmanager
+    def _on_stream(self) -> Iterator[None]:
+        """All of a run on one stream of our own, since none can be captured on the default one."""
+        device = self.model.get_input_embeddings().weight.device
+        if device.type != "cuda":
+            yield
+            return
+        if self._stream is None:
+            self._stream = torch.cuda.Stream(device)
+        outer = torch.cuda.current_stream(device)
+        self._stream.wait_stream(outer)
+        with torch.cuda.stream(self._stream):
+            yield
+        outer.wait_stream(self._stream)
+
+    def _checked(
+        self, input_ids: torch.Tensor, max_new_tokens: int, mask: torch.Tensor | None, given: torch.Tensor | None
+    ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
+        """The arguments on the model's device, int64; no mask where nothing is padded."""
+        device = self.model.get_input_embeddings().weight.device
+        if input_ids.ndim != 2 or 0 in input_ids.shape:
+            raise ArrayError(f"input_ids: shape {tuple(input_ids.shape)}, but (rows, length) of at least one token")
+        if max_new_tokens < 0:
+            raise ArrayError(f"max_new_tokens: {max_new_tokens}, but it must be 0 or more")
+        if mask is not None:
+            if mask.shape != input_ids.shape:
+                raise ArrayError(
+                    f"attention_mask: shape {tuple(mask.shape)}, but input_ids has {tuple(input_ids.shape)}; give both "
+                    "the same"
+                )
+            mask = mask.to(device, torch.int64)
+            if not bool((mask[:, -1] == 1).all()):
+                raise ArrayError("attention_mask: padding at the right, but prompts must end together; pad at the left")
+            mask = None if bool((mask == 1).all()) else mask
+        if given is not None:
+            if given.ndim not in (1, 2) or (given.ndim == 2 and len(given) not in (1, len(input_ids))):
+                raise ArrayError(
+                    f"given: shape {tuple(given.shape)}, but (steps,) or ({len(input_ids)}, steps) is needed: a row "
+                    "for each of input_ids"
+                )
+            given = given.to(device, torch.int64).expand(len(input_ids), -1)[:, :max_new_tokens]
+            if given.numel() and int(given.min()) <= NOT_GIVEN:
+                raise ArrayError(f"given: token {int(given.min())}, but tokens are 0 and above; leave such out")
+        return input_ids.to(device, torch.int64), mask, given
+
+
+class _Watch:
+    """Looks at the tokens of a run one step behind it."""
+
+    def __init__(self, step: DecodeStep, ends: set[int], on_token: OnToken | None) -> None:
+        self._step, self._ends, self._on_token = step, ends, on_token
+        self._ended = [False] * step.rows
+        self._on_gpu = step.ids.is_cuda
+        self._host = torch.zeros((step.rows, 1), dtype=torch.int64, pin_memory=self._on_gpu)
+        self._event = torch.cuda.Event() if self._on_gpu else None
+
+    def note(self) -> None:
+        """Have the last step's tokens copied out, behind the step."""
+        self._host.copy_(self._step.ids, non_blocking=self._on_gpu)
+        if self._event is not None:
+            self._event.record()
+
+    def is_over(self, made: int) -> bool:
+        """Whether the tokens that were noted end the run; ``made`` counts them."""
+        if self._event is not None:
+            self._event.synchronize()
+        tokens = self._host[:, 0].tolist()
+        self._ended = [ended or token in self._ends for ended, token in zip(self._ended, tokens, strict=True)]
+        stop = self._on_token is not None and self._on_token(tokens) is True
+        return stop or (bool(self._ends) and all(self._ended))
+
+
+def _filled_after_end(tokens: torch.Tensor, ends: set[int]) -> torch.Tensor:
+    """Rows that ended go on with the token that ended them."""
+    is_end = torch.isin(tokens, torch.tensor(sorted(ends), device=tokens.device))
+    first = torch.where(is_end.any(1), is_end.int().argmax(1), tokens.shape[1] - 1)
+    columns = torch.arange(tokens.shape[1], device=tokens.device).expand_as(tokens)
+    return tokens.gather(1, torch.minimum(columns, first[:, None]))
