@@ -14,10 +14,12 @@ import typer
 from trilane import __version__
 from trilane.commands.bench import bench_app
 from trilane.commands.config import show_config
+from trilane.commands.identity import identity
 from trilane.commands.plan import plan
 from trilane.commands.probe import probe
 from trilane.commands.record import record
 from trilane.commands.replay import replay
+from trilane.commands.run import run
 from trilane.errors import TrilaneError
 
 app = typer.Typer(
@@ -33,6 +35,8 @@ app.add_typer(bench_app, name="bench")
 app.command("config")(show_config)
 app.command("replay")(replay)
 app.command("record")(record)
+app.command("run")(run)
+app.command("identity")(identity)
 
 
 def _print_version(wanted: bool) -> None:

@@ -1,0 +1,75 @@
+"""``trilane run``: text from a model whose experts are in a store, streamed to the terminal."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from trilane.commands.options import size_option
+
+MODEL_HELP = "A GGUF file, a folder of a GGUF or safetensors model, or 'tiny' for the model that comes with trilane."
+
+
+def run(
+    model: Annotated[str, typer.Argument(metavar="MODEL", help=MODEL_HELP)],
+    prompt: Annotated[
+        str | None, typer.Option(help="Text to go on from. Default: what is typed, line by line, or standard input.")
+    ] = None,
+    prompts: Annotated[
+        Path | None, typer.Option(help="A file with one prompt a line; 'tiny' for the twenty that come with it.")
+    ] = None,
+    max_tokens: Annotated[int, typer.Option(min=1, help="Tokens for each prompt, at most.")] = 128,
+    temperature: Annotated[float, typer.Option(min=0, help="0: always the likeliest token.")] = 0.0,
+    seed: Annotated[int, typer.Option(min=0, help="Of the tokens drawn at a temperature above 0.")] = 0,
+    slots: Annotated[int | None, typer.Option(min=0, help="Slots for so many experts a layer.")] = None,
+    vram: Annotated[str | None, typer.Option(help="Slots that fit into so many bytes, such as 8GiB.")] = None,
+    policy: Annotated[Path | None, typer.Option(help="Configuration file.")] = None,
+    device: Annotated[str, typer.Option(help="auto, host or cuda.")] = "auto",
+    format_name: Annotated[
+        str | None, typer.Option("--format", help="Quantise a checkpoint's experts to this. Default: as they are.")
+    ] = None,
+    tokenizer: Annotated[
+        Path | None, typer.Option(help="A folder with a tokenizer of transformers. Default: the model's own.")
+    ] = None,
+    raw: Annotated[bool, typer.Option("--raw", help="The prompt as it is, without the model's chat template.")] = False,
+    verify: Annotated[
+        bool, typer.Option("--verify", help="Compare every token and every logit's bits with an all-resident run.")
+    ] = False,
+    stats: Annotated[bool, typer.Option("--stats", help="Print what each lane did at the end.")] = False,
+    record: Annotated[Path | None, typer.Option(help="Record the routing to this trace file.")] = None,
+) -> None:
+    """Generate text with a model whose experts are in a store: from --prompt, from a file of prompts, or in a chat.
+
+    Exit code 1 if --verify finds a difference.
+    """
+    from trilane.commands.text_extra import need_text_extra
+
+    if sum(value is not None for value in (prompt, prompts)) > 1:
+        raise typer.BadParameter("give one of --prompt and --prompts", param_hint="--prompt")
+    if slots is not None and vram is not None:
+        raise typer.BadParameter("give one of --slots and --vram", param_hint="--slots")
+    nbytes = size_option("--vram", vram)
+    need_text_extra("trilane run")
+    from trilane.commands.run_session import Session, ask, read_prompts
+    from trilane.integrations.generation import open_text_model
+
+    given = None if prompts is None else read_prompts(prompts)
+    options: dict[str, Any] = {} if nbytes is None else {"cache": {"nbytes": nbytes}}
+    if record is not None:
+        options["record"] = {"path": str(record.absolute())}
+    opened = open_text_model(
+        model, slots=slots, options=options, policy=policy, device=device, formats=format_name, tokenizer=tokenizer,
+        progress="auto",
+    )  # fmt: skip
+    with opened.handle:
+        session = Session(opened, max_tokens, temperature, seed, raw, verify)
+        if given is not None:
+            session.run_file(given)
+        elif prompt is not None:
+            session.run_prompt(prompt)
+        else:
+            ask(session)
+        if stats:
+            typer.echo(f"\n{opened.handle.stats()}", err=True)

@@ -1,0 +1,158 @@
+"""What ``trilane run`` does once a model is open: prompts in, streamed text out, and the comparison if one is wanted."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack
+from pathlib import Path
+
+import typer
+
+from trilane.bundled_model import TINY, tiny_prompts
+from trilane.commands.status_line import StatusLine
+from trilane.errors import TrilaneError
+from trilane.integrations.generation import Step, TextModel, all_resident, decode
+from trilane.integrations.generation.decode import sampler
+from trilane.integrations.generation.identity import compare_steps
+from trilane.stats import Stats
+
+UNFINISHED = "\ufffd"  # what a decoder gives for the first bytes of a character
+
+
+class TokenText:
+    """Ids as they come, text as soon as it is whole."""
+
+    def __init__(self, model: TextModel) -> None:
+        self._tokenizer, self._ids, self._shown = model.tokenizer, [], 0
+
+    def add(self, token: int) -> str:
+        """The text that a further token brings; often "" before a character is complete."""
+        self._ids.append(token)
+        text = self._tokenizer.decode(self._ids, skip_special_tokens=True)
+        if text.endswith(UNFINISHED):
+            return ""
+        piece, self._shown = text[self._shown :], len(text)
+        return piece
+
+
+class Session:
+    """One open model and how text is wanted from it."""
+
+    def __init__(
+        self, model: TextModel, max_tokens: int, temperature: float, seed: int, raw: bool, verify: bool
+    ) -> None:
+        self.model, self.max_tokens, self.verify, self.raw = model, max_tokens, verify, raw
+        self._temperature, self._seed = temperature, seed
+
+    def run_prompt(self, prompt: str) -> None:
+        """Print a prompt's continuation.
+
+        Raises
+        ------
+        TrilaneError
+            With ``verify``: the first place where it differs from the all-resident run.
+        """
+        text = prompt if self.raw else self.model.chat_text([{"role": "user", "content": prompt}])
+        if text == prompt:
+            typer.echo(prompt, nl=False)
+        self.run_text(text)
+
+    def run_text(self, text: str) -> str:
+        """Print and return what the model puts behind a text that is complete."""
+        before, began, shown = self.model.handle.stats(), time.perf_counter(), TokenText(self.model)
+        pieces, num_tokens = [], 0
+        with StatusLine() as line:
+            for step in self._steps(text):
+                token = int(step.ids[0])
+                if token in self.model.stops:
+                    break
+                num_tokens += 1
+                pieces.append(shown.add(token))
+                typer.echo(pieces[-1], nl=False)
+                sys.stdout.flush()
+                line.show(status_text(before, self.model.handle.stats(), num_tokens, time.perf_counter() - began))
+        typer.echo()
+        if self.verify:
+            typer.echo(
+                f"verified: {num_tokens} tokens and all their logits, bit by bit, against all-resident", err=True
+            )
+        return "".join(pieces)
+
+    def _steps(self, text: str) -> Iterator[Step]:
+        """Steps of the model; with ``verify``, each one compared with the all-resident run's before it is given."""
+        ids, mask = self.model.encode([text])
+        handle = self.model.handle
+        found = decode(handle, ids, mask, self.max_tokens, sampler(self._temperature, self._seed))
+        if not self.verify:
+            yield from found
+            return
+        with all_resident(handle) as resident:
+            wanted = []
+            for step in decode(resident, ids, mask, self.max_tokens, sampler(self._temperature, self._seed)):
+                wanted.append(step)
+                if int(step.ids[0]) in self.model.stops:
+                    break
+        for token, (one, other) in enumerate(zip(wanted, found, strict=False)):
+            differences = compare_steps([one], [other])
+            if differences:
+                typer.echo()
+                raise TrilaneError(f"--verify: token {token} differs: {differences[0]}")
+            yield other
+
+    def run_file(self, prompts: list[str]) -> None:
+        """All prompts, one after the other."""
+        for number, prompt in enumerate(prompts, 1):
+            typer.echo(f"--- {number} of {len(prompts)}", err=True)
+            self.run_prompt(prompt)
+        if self.verify:
+            typer.echo(f"{len(prompts)} of {len(prompts)} prompts: identical to all-resident", err=True)
+
+
+def ask(session: Session) -> None:
+    """Read prompts: all of standard input as one, or line by line from a terminal, as a chat if the model has one."""
+    if not sys.stdin.isatty():
+        session.run_prompt(sys.stdin.read().rstrip("\n"))
+        return
+    is_chat = bool(session.model.tokenizer.chat_template) and not session.raw
+    typer.echo("An empty line or Ctrl-D ends.", err=True)
+    messages: list[dict[str, str]] = []
+    while True:
+        with ExitStack() as stack:
+            stack.callback(sys.stdout.flush)
+            try:
+                typed = input(">>> ")
+            except EOFError:
+                return
+        if not typed:
+            return
+        if not is_chat:
+            session.run_prompt(typed)
+            continue
+        messages.append({"role": "user", "content": typed})
+        messages.append({"role": "assistant", "content": session.run_text(session.model.chat_text(messages))})
+
+
+def status_text(before: Stats, now: Stats, num_tokens: int, seconds: float) -> str:
+    """Tokens a second, hit rate and the share of the routed shards that each lane had, since ``before``."""
+    shards = {name: lane.shards - before.lanes[name].shards for name, lane in now.lanes.items()}
+    total = sum(shards.values()) or 1
+    lanes = ", ".join(f"{name} {count / total:.0%}" for name, count in shards.items() if name != "hit")
+    return f"{num_tokens} tokens, {num_tokens / max(seconds, 1e-9):.1f}/s | hits {shards['hit'] / total:.0%} | {lanes}"
+
+
+def read_prompts(file: Path) -> list[str]:
+    """The prompts of a file, one a line; empty lines are passed over.
+
+    Raises
+    ------
+    TrilaneError
+        There are none.
+    """
+    if str(file) == TINY:
+        return tiny_prompts()
+    found = [line for line in file.read_text().splitlines() if line.strip()]
+    if not found:
+        raise TrilaneError(f"{file}: holds no prompt, but one a line is needed")
+    return found

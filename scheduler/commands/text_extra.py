@@ -1,0 +1,25 @@
+"""What commands that generate text need beside the package itself: torch and transformers, and a clear word without them."""
+
+from __future__ import annotations
+
+import importlib.util
+
+from trilane.errors import TrilaneError
+
+NEEDED = ("torch", "transformers", "tokenizers")
+
+
+def need_text_extra(command: str) -> None:
+    """Refuse before anything is loaded.
+
+    Raises
+    ------
+    TrilaneError
+        It names what is missing and the extra that brings it.
+    """
+    missing = [name for name in NEEDED if importlib.util.find_spec(name) is None]
+    if missing:
+        raise TrilaneError(
+            f"{command}: {', '.join(missing)} not installed, but models run on them; install the extra: "
+            "pip install 'trilane[hf]' (on a machine without a GPU, a CPU build of torch first saves gigabytes)"
+        )

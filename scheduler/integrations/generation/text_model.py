@@ -1,0 +1,170 @@
+"""A model that text goes into and comes out of: what ``trilane run`` opens, a GGUF file or a checkpoint's folder."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoTokenizer
+from transformers.utils import logging as transformers_logging
+
+from trilane.bundled_model import TINY, tiny_path
+from trilane.errors import ModelFileError
+from trilane.integrations.gguf import gguf_tokenizer, load_gguf
+from trilane.integrations.transformers import OffloadedModel, load
+from trilane.readers.finder import open_model
+from trilane.readers.model_config import read_model_config
+from trilane.settings.effective_config import load_config
+from trilane.store import ExpertStore
+from trilane.store_fill import Progress
+
+SHARD_NEURONS = 256  # of a slot
+
+
+@dataclass(frozen=True)
+class TextModel:
+    """A model with its tokenizer.
+
+    Attributes
+    ----------
+    name : str
+        As it was asked for.
+    handle : OffloadedModel
+    tokenizer : transformers.PreTrainedTokenizerBase
+    """
+
+    name: str
+    handle: OffloadedModel
+    tokenizer: Any
+
+    def encode(self, texts: Sequence[str]) -> tuple[torch.Tensor, torch.Tensor]:
+        """Token ids and mask, both int64 (texts, tokens), shorter texts filled up on the left.
+
+        Raises
+        ------
+        ModelFileError
+            A text that has no token.
+        """
+        rows = [self.tokenizer(text).input_ids for text in texts]
+        if getattr(self.tokenizer, "add_bos_token", False) and self.tokenizer.bos_token_id is not None:
+            bos = self.tokenizer.bos_token_id
+            rows = [row if row[:1] == [bos] else [bos, *row] for row in rows]
+        if any(not row for row in rows):
+            raise ModelFileError(f"{self.name}: a prompt gives no token, but at least one is needed; write some text")
+        return padded(rows, self.tokenizer.pad_token_id or 0)
+
+    def chat_text(self, messages: Sequence[Mapping[str, str]]) -> str:
+        """A conversation as the model wants it; the last message as it is, for a model without a chat template."""
+        if not self.tokenizer.chat_template:
+            return messages[-1]["content"]
+        return self.tokenizer.apply_chat_template(list(messages), tokenize=False, add_generation_prompt=True)
+
+    @property
+    def stops(self) -> frozenset[int]:
+        """Ids of tokens that end a text."""
+        ends = [self.tokenizer.eos_token_id, self.handle.model.config.eos_token_id]
+        ends += [getattr(self.handle.model.generation_config, "eos_token_id", None)]
+        flat = [one for end in ends for one in (end if isinstance(end, list) else [end])]
+        return frozenset(one for one in flat if one is not None)
+
+
+def padded(rows: Sequence[Sequence[int]], pad: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Rows of ids as one tensor, with its mask; filled up on the left."""
+    length = max(map(len, rows))
+    ids = torch.tensor([[pad] * (length - len(row)) + list(row) for row in rows])
+    mask = torch.tensor([[0] * (length - len(row)) + [1] * len(row) for row in rows])
+    return ids, mask
+
+
+def open_text_model(
+    name: str,
+    *,
+    slots: int | None = None,
+    options: Mapping[str, Any] | None = None,
+    policy: Path | None = None,
+    device: str = "auto",
+    formats: str | None = None,
+    tokenizer: Path | None = None,
+    store: ExpertStore | None = None,
+    progress: Progress | str | None = None,
+) -> TextModel:
+    """Open a model for text.
+
+    Parameters
+    ----------
+    name : str
+        A GGUF file, a folder of a GGUF model or of a safetensors checkpoint, or "tiny" for the bundled model.
+    slots : int, optional
+        Slots for so many experts of each layer.
+    options : mapping, optional
+        Options of the configuration that go before all else.
+    policy : Path, optional
+        A configuration file.
+    device : str
+        "host", "cuda" or "auto".
+    formats : str, optional
+        What a checkpoint's experts are quantised to; None: as they are.
+    tokenizer : Path, optional
+        A folder with a tokenizer of transformers, in place of the model's own.
+    store : ExpertStore, optional
+        The experts of the GGUF file, if they were loaded before.
+    progress : callable or "auto", optional
+        As for :meth:`trilane.ExpertStore.from_gguf`.
+
+    Raises
+    ------
+    ModelFileError, StoreError, ConfigError, DeviceError, MemoryError
+    """
+    path = tiny_path() if name == TINY else Path(name)
+    own = path if tokenizer is None else tokenizer
+    arguments: dict[str, Any] = {section: dict(values) for section, values in (options or {}).items()}
+    if open_model(path).kind == "gguf":
+        if formats is not None:
+            raise ModelFileError(f"{path}: a GGUF file's experts are used as they are; leave out --format")
+        store = ExpertStore.from_gguf(path, progress=progress) if store is None else store
+        if slots is not None:
+            shards = sum(min(slots, layer.num_experts) * layer.layout.num_shards for layer in store.layers)
+            arguments.setdefault("cache", {})["slots"] = shards
+        with _quiet():
+            handle = load_gguf(path, store=store, device=device, config=load_config(policy, arguments=arguments))
+        found = gguf_tokenizer(path) if tokenizer is None else AutoTokenizer.from_pretrained(own)
+    else:
+        if slots is not None:
+            arguments.setdefault("cache", {})["slots"] = _slots_of_checkpoint(path, slots)
+        with _quiet():
+            handle = load(
+                _folder(path), formats=formats, device=device, config=load_config(policy, arguments=arguments),
+                dtype=torch.float32 if device == "host" or not torch.cuda.is_available() else torch.bfloat16,
+            )  # fmt: skip
+        found = AutoTokenizer.from_pretrained(_folder(own))
+    handle.model.eval()
+    return TextModel(name, handle, found)
+
+
+def _folder(path: Path) -> Path:
+    return path if path.is_dir() else path.parent
+
+
+def _slots_of_checkpoint(path: Path, slots: int) -> int:
+    """Slots for so many experts a layer, by the checkpoint's config.json."""
+    config = read_model_config(_folder(path) / "config.json")
+    shards = -(-config.intermediate // SHARD_NEURONS)
+    return sum(min(slots, layer.num_experts) * shards for layer in config.layers)
+
+
+@contextmanager
+def _quiet() -> Any:
+    """Without transformers' bars and notes, which would stand among the text."""
+    verbosity, bars = transformers_logging.get_verbosity(), transformers_logging.is_progress_bar_enabled()
+    transformers_logging.set_verbosity_error()
+    transformers_logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        transformers_logging.set_verbosity(verbosity)
+        if bars:
+            transformers_logging.enable_progress_bar()
