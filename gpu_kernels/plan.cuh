@@ -68,6 +68,7 @@ DEV void relay_plan(const Step& step, const WorkList* list, const Updates* updat
 // Item `index` of the plan once the first block has relayed it, and how many there are: header and item have the step's
 // number in each sixteen bytes, so one look is enough.
 DEV int await_item(const Step& step, int index, Work& work) {
+  static_assert(alignof(Work) >= 16, "an item is written in pieces of sixteen bytes");
   __shared__ int relayed;
   int thread = threadIdx.x;
   if (thread < 32) {

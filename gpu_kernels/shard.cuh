@@ -17,8 +17,8 @@ template <class A> struct Same<A, A> { static constexpr bool value = true; };
 constexpr bool HAS_GATE = !Same<GateFormat, none>::value;
 constexpr int WARPS = 8;
 
-struct Work {
-  Item item;
+struct alignas(16) Work {
+  Item item;  // read and written sixteen bytes at a time
   int task;  // which chunk of the item
   u32 clock;  // the number by which its flags are known
   bool fused;  // whether the last item's blocks combine

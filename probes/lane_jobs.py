@@ -234,7 +234,9 @@ class LaneRing:
     def calls(self) -> NDArray[np.int64]:
         """One thread's calls; the lanes' threads are not the timing's."""
         calls = np.zeros((1, self.num_steps, NUM_WORDS), np.int64)
-        team, link, device = (self.jobs[k].ctypes.data + 128 * np.arange(self.num_steps) for k in range(3))
+        team, link, device = (
+            self.jobs[k].ctypes.data + self.jobs.strides[1] * np.arange(self.num_steps) for k in range(3)
+        )
         chunks = self.jobs[0, 0, TeamJob.UP_CHUNKS] + self.jobs[0, 0, TeamJob.DOWN_CHUNKS]
         calls[:, :, 0] = lanes_call().address
         calls[:, :, 1] = self.lanes.control.ctypes.data
