@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import time
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
 
+from trilane.cuda_threads import WAIT_NAP_S
 from trilane.errors import ArrayError
 from trilane.integrations.transformers.decode_step import NOT_GIVEN, DecodeStep
 from trilane.integrations.transformers.handle import OffloadedModel
@@ -164,7 +166,7 @@ class Decoder:
 
     def _make_graph(self, step: DecodeStep) -> None:
         """Capture the step; the stream's work so far is waited for."""
-        self._stream.synchronize()
+        _wait_until(self._stream.query)
         graph, before = torch.cuda.CUDAGraph(), step.logits
         try:
             # The scheduler's own threads go on meanwhile; what they call must not end the capture.
@@ -199,6 +201,7 @@ class Decoder:
         if self._stream is None:
             self._stream = torch.cuda.Stream(device)
         outer = torch.cuda.current_stream(device)
+        _wait_until(self._stream.query)  # of a run before, whose steps the scheduler does not see in a graph
         self._stream.wait_stream(outer)
         with torch.cuda.stream(self._stream):
             yield
@@ -254,11 +257,17 @@ class _Watch:
     def is_over(self, made: int) -> bool:
         """Whether the tokens that were noted end the run; ``made`` counts them."""
         if self._event is not None:
-            self._event.synchronize()
+            _wait_until(self._event.query)
         tokens = self._host[:, 0].tolist()
         self._ended = [ended or token in self._ends for ended, token in zip(self._ended, tokens, strict=True)]
         stop = self._on_token is not None and self._on_token(tokens) is True
         return stop or (bool(self._ends) and all(self._ended))
+
+
+def _wait_until(is_done: Callable[[], bool]) -> None:
+    """Ask again and again: nothing of the driver is held meanwhile, which the scheduler's copies could need."""
+    while not is_done():
+        time.sleep(WAIT_NAP_S)
 
 
 def _filled_after_end(tokens: torch.Tensor, ends: set[int]) -> torch.Tensor:
