@@ -1,8 +1,9 @@
-"""The demo: a real conversation's routing through the live scheduler, lane by lane, checked bit by bit.
+"""The demo: text of the bundled model, then a conversation's routing through the live scheduler, lane by lane.
 
 A store with gpt-oss-20b's shape in miniature (24 layers, 32 experts, top-4, MXFP4, its gate and biases; random
 weights, every expert another one) serves the routing of one conversation. It runs with everything resident, with
-each lane alone and with all lanes, and every output must have the bits of the first run.
+each lane alone and with all lanes, and every output must have the bits of the first run. The text is generated in the
+same ways, where the extra for models is installed (integrations/generation/text_demo.py).
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from typing import Any
 
 import numpy as np
 
+from trilane.commands.text_extra import missing_for_text
 from trilane.config import Config
 from trilane.cpu_kernels.formats import format_of
 from trilane.engine import ExpertScheduler
@@ -184,9 +186,23 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--hidden", type=int, default=960, help="hidden and intermediate size, a multiple of 32")
     parser.add_argument("--slots", type=float, default=0.375, help="slots as a part of all experts, 0 to 1")
     parser.add_argument("--own-speed", action="store_true", help="play no rates: the machine as it is")
+    parser.add_argument("--no-text", action="store_true", help="leave the text out; it needs torch and transformers")
+    parser.add_argument("--text-tokens", type=int, default=64, help="tokens of the text")
     options = parser.parse_args(arguments)
     played = OWN_SPEED if options.own_speed else PLAYED
-    return 0 if run_demo(options.tokens, options.hidden, options.slots, played) else 1
+    is_same = options.no_text or _run_text(options.text_tokens)
+    return 0 if run_demo(options.tokens, options.hidden, options.slots, played) and is_same else 1
+
+
+def _run_text(num_tokens: int) -> bool:
+    """The part with text; without torch and transformers, a line that says how to have it."""
+    missing = missing_for_text()
+    if missing:
+        print(f"text:    left out, since {', '.join(missing)} is not installed (pip install 'trilane[hf]')\n")
+        return True
+    from trilane.integrations.generation.text_demo import run_text_demo
+
+    return run_text_demo(num_tokens)
 
 
 if __name__ == "__main__":

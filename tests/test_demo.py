@@ -16,7 +16,7 @@ def test_bundled_trace_is_a_real_conversation():
 
 
 def test_demo_runs_and_finds_the_bits_identical(capsys):
-    assert demo.main(["--tokens", "2", "--hidden", "96", "--own-speed"]) == 0
+    assert demo.main(["--tokens", "2", "--hidden", "96", "--own-speed", "--no-text"]) == 0
     text = capsys.readouterr().out
     assert "bit-identical" in text and "best single lane" in text and "the machine's own" in text
     for lane in ("hit", "stream", "zero_copy", "cpu"):
@@ -24,7 +24,7 @@ def test_demo_runs_and_finds_the_bits_identical(capsys):
 
 
 def test_demo_says_what_is_played(capsys):
-    assert demo.main(["--tokens", "1", "--hidden", "96"]) == 0
+    assert demo.main(["--tokens", "1", "--hidden", "96", "--no-text"]) == 0
     assert "PLAYED" in capsys.readouterr().out
 
 

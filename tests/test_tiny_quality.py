@@ -1,7 +1,7 @@
 """What the experts' arithmetic costs in quality: perplexity of the tiny model on text that it has not seen.
 
-Offloaded, its experts are computed from Q4_K blocks by the integer kernels; plain transformers computes the same weights
-dequantised, in float32.
+Offloaded, its experts are computed from Q4_K blocks by the integer kernels; plain transformers computes the same
+weights dequantised, in float32.
 """
 
 import math

@@ -17,11 +17,11 @@ def identity(
     prompts: Annotated[Path, typer.Option(help="A file with one prompt a line; 'tiny': the twenty that come with it.")]
     = Path("tiny"),
     max_tokens: Annotated[int, typer.Option(min=1, help="Tokens for each prompt.")] = 128,
-    quick: Annotated[bool, typer.Option("--quick", help="Slots for a quarter alone, one thread, short warm runs.")] = False,
+    quick: Annotated[bool, typer.Option("--quick", help="One size, one thread, short warm runs.")] = False,
     device: Annotated[str, typer.Option(help="auto, host or cuda.")] = "auto",
 ) -> None:  # fmt: skip
-    """Decode prompts with every expert in a slot, then with few slots, each lane alone and all of them, 1 and 2 threads,
-    cold and warm: every token and every bit of every logit must be the same.
+    """Decode prompts with every expert in a slot, then with few slots, each lane alone and all, 1 and 2 threads, cold
+    and warm: every token and every bit of every logit must be the same.
 
     Exit code 1 at the first difference.
     """
@@ -54,6 +54,6 @@ def identity(
                 raise TrilaneError(f"{outcome.setting}: {outcome.differences[0]}")
     logits = max_tokens * len(texts) * wanted[0].logits.shape[-1]
     typer.echo(
-        f"{len(texts)} of {len(texts)} prompts identical to all-resident under all {count} settings: up to {max_tokens} tokens "
-        f"and {logits:,} logits a setting, bit by bit"
+        f"{len(texts)} of {len(texts)} prompts identical to all-resident under all {count} settings: up to "
+        f"{max_tokens} tokens and {logits:,} logits a setting, bit by bit"
     )

@@ -1,10 +1,10 @@
-"""What ``trilane run`` does once a model is open: prompts in, streamed text out, and the comparison if one is wanted."""
+"""What ``trilane run`` does once a model is open: prompts in, streamed text out, and the comparison if wanted."""
 
 from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
 
@@ -16,6 +16,7 @@ from trilane.errors import TrilaneError
 from trilane.integrations.generation import Step, TextModel, all_resident, decode
 from trilane.integrations.generation.decode import sampler
 from trilane.integrations.generation.identity import compare_steps
+from trilane.integrations.transformers import Decoder
 from trilane.stats import Stats
 
 UNFINISHED = "\ufffd"  # what a decoder gives for the first bytes of a character
@@ -25,7 +26,8 @@ class TokenText:
     """Ids as they come, text as soon as it is whole."""
 
     def __init__(self, model: TextModel) -> None:
-        self._tokenizer, self._ids, self._shown = model.tokenizer, [], 0
+        self._tokenizer, self._shown = model.tokenizer, 0
+        self._ids: list[int] = []
 
     def add(self, token: int) -> str:
         """The text that a further token brings; often "" before a character is complete."""
@@ -45,6 +47,8 @@ class Session:
     ) -> None:
         self.model, self.max_tokens, self.verify, self.raw = model, max_tokens, verify, raw
         self._temperature, self._seed = temperature, seed
+        is_plain = temperature == 0 and not verify
+        self._decoder = Decoder(model.handle) if is_plain and model.handle.scheduler.on_gpu else None
 
     def run_prompt(self, prompt: str) -> None:
         """Print a prompt's continuation.
@@ -61,24 +65,37 @@ class Session:
 
     def run_text(self, text: str) -> str:
         """Print and return what the model puts behind a text that is complete."""
-        before, began, shown = self.model.handle.stats(), time.perf_counter(), TokenText(self.model)
-        pieces, num_tokens = [], 0
+        shown, pieces = TokenText(self.model), list[str]()
+        before, began = self.model.handle.stats(), time.perf_counter()
         with StatusLine() as line:
-            for step in self._steps(text):
-                token = int(step.ids[0])
-                if token in self.model.stops:
-                    break
-                num_tokens += 1
+
+            def take(token: int) -> None:
                 pieces.append(shown.add(token))
                 typer.echo(pieces[-1], nl=False)
                 sys.stdout.flush()
-                line.show(status_text(before, self.model.handle.stats(), num_tokens, time.perf_counter() - began))
+                line.show(status_text(before, self.model.handle.stats(), len(pieces), time.perf_counter() - began))
+
+            self._each_token(text, take)
         typer.echo()
         if self.verify:
-            typer.echo(
-                f"verified: {num_tokens} tokens and all their logits, bit by bit, against all-resident", err=True
-            )
+            found = f"verified: {len(pieces)} tokens and all their logits, bit by bit, against all-resident"
+            typer.echo(found, err=True)
         return "".join(pieces)
+
+    def _each_token(self, text: str, take: Callable[[int], None]) -> None:
+        """Call ``take`` with each id as it comes, up to one that ends the text."""
+        stops = self.model.stops
+        if self._decoder is not None:
+            ids, _ = self.model.encode([text])  # one prompt, so nothing is filled up
+            self._decoder.generate(
+                ids, self.max_tokens, eos_token_id=stops or None,
+                on_token=lambda row: None if row[0] in stops else take(row[0]),
+            )  # fmt: skip
+            return
+        for step in self._steps(text):
+            if int(step.ids[0]) in stops:
+                return
+            take(int(step.ids[0]))
 
     def _steps(self, text: str) -> Iterator[Step]:
         """Steps of the model; with ``verify``, each one compared with the all-resident run's before it is given."""

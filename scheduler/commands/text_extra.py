@@ -1,4 +1,4 @@
-"""What commands that generate text need beside the package itself: torch and transformers, and a clear word without them."""
+"""What commands that generate text need beside the package: torch and transformers, and a clear word without them."""
 
 from __future__ import annotations
 
@@ -9,6 +9,11 @@ from trilane.errors import TrilaneError
 NEEDED = ("torch", "transformers", "tokenizers")
 
 
+def missing_for_text() -> list[str]:
+    """What is not installed of that."""
+    return [name for name in NEEDED if importlib.util.find_spec(name) is None]
+
+
 def need_text_extra(command: str) -> None:
     """Refuse before anything is loaded.
 
@@ -17,7 +22,7 @@ def need_text_extra(command: str) -> None:
     TrilaneError
         It names what is missing and the extra that brings it.
     """
-    missing = [name for name in NEEDED if importlib.util.find_spec(name) is None]
+    missing = missing_for_text()
     if missing:
         raise TrilaneError(
             f"{command}: {', '.join(missing)} not installed, but models run on them; install the extra: "
