@@ -7,6 +7,7 @@ The primary context is used, which CuPy and torch use too: their arrays and stre
 from __future__ import annotations
 
 import ctypes
+import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -24,6 +25,8 @@ COMPUTE_MAJOR, COMPUTE_MINOR = 75, 76  # device attributes
 MAX_DYNAMIC_SHARED, SHARED_CARVEOUT = 8, 9  # function attributes
 CAPTURE_RELAXED = 2
 DEFAULT_SHARED_NBYTES = 48 << 10
+_REGISTERED: dict[int, tuple[int, int]] = {}  # by address: bytes that are pinned there, and for how many
+_REGISTERED_LOCK = threading.Lock()
 EARLY_START_ARCHITECTURE = 90  # from which a kernel can start before the one before it has ended
 
 
@@ -231,14 +234,32 @@ class CudaDriver:
         self._do("cuMemFreeHost", address)
 
     def register(self, address: int, nbytes: int) -> str:
-        """Pin host memory; an empty text, or the driver's reason."""
-        status = self._library.cuMemHostRegister_v2(
-            ctypes.c_uint64(address), ctypes.c_uint64(nbytes), ctypes.c_uint(PORTABLE | MAPPED)
-        )
-        return self._text(status) if status else ""
+        """Pin host memory; an empty text, or the driver's reason.
+
+        What another one has pinned is shared: a process can register memory once, and has one store for several
+        schedulers.
+        """
+        with _REGISTERED_LOCK:
+            size, count = _REGISTERED.get(address, (nbytes, 0))
+            if count == 0:
+                status = self._library.cuMemHostRegister_v2(
+                    ctypes.c_uint64(address), ctypes.c_uint64(nbytes), ctypes.c_uint(PORTABLE | MAPPED)
+                )
+                if status:
+                    return self._text(status)
+            elif size < nbytes:
+                return f"{size} of {nbytes} bytes at this place are pinned for another scheduler"
+            _REGISTERED[address] = size, count + 1
+        return ""
 
     def unregister(self, address: int) -> None:
-        self._do("cuMemHostUnregister", address)
+        """Give a registration back; the last who has it ends it."""
+        with _REGISTERED_LOCK:
+            size, count = _REGISTERED.pop(address, (0, 1))
+            if count > 1:
+                _REGISTERED[address] = size, count - 1
+                return
+            self._do("cuMemHostUnregister", address)
 
     # ------------------------------------------------------------------------------------------- streams
     def make_stream(self, priority: int = 0) -> int:
