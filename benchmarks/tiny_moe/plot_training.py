@@ -1,6 +1,6 @@
 """The loss curve of the tiny model, and its experts' use by domain, from what `train.py` wrote.
 
-    python benchmarks/tiny_moe/plot_training.py     writes loss.png and prints the table beside it
+python benchmarks/tiny_moe/plot_training.py     writes loss.png and prints the table beside it
 """
 
 import csv
