@@ -2,6 +2,8 @@
 
 import dataclasses
 
+import pytest
+
 from trilane import demo
 from trilane.traces.trace_import import bundled_trace
 
@@ -36,3 +38,35 @@ def test_verdict_fails_on_one_different_output(capsys):
     assert demo._print_verdict([run, run, run])
     assert not demo._print_verdict([run, run, other])
     assert "FAILED" in capsys.readouterr().out
+
+
+def test_the_text_is_the_same_over_every_lane(capsys):
+    pytest.importorskip("torch")
+    assert demo._run_text(12)
+    text = capsys.readouterr().out
+    assert text.count(" identical") == 4 and "FAILED" not in text
+    assert "And the king said unto the prophet," in text
+
+
+def test_the_text_demo_fails_on_a_difference(capsys, monkeypatch):
+    pytest.importorskip("torch")
+    from trilane.integrations.generation import text_demo
+
+    real, runs = text_demo.decode, []
+
+    def decode(handle, *args):
+        runs.append(handle)
+        for step in real(handle, *args):
+            step.logits[0, 0] += 1.0 if len(runs) == 4 else 0.0  # warming up, all resident, stream, zero-copy
+            yield step
+
+    monkeypatch.setattr(text_demo, "decode", decode)
+    assert not text_demo.run_text_demo(4)
+    (wrong,) = [line for line in capsys.readouterr().out.splitlines() if "FAILED" in line]
+    assert wrong.startswith("zero-copy alone") and "token 0" in wrong
+
+
+def test_without_the_extra_the_text_is_left_out(capsys, monkeypatch):
+    monkeypatch.setattr(demo, "missing_for_text", lambda: ["torch"])
+    assert demo._run_text(4)
+    assert "trilane[hf]" in capsys.readouterr().out

@@ -2,6 +2,10 @@
 
 import os
 import pty
+import re
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 
@@ -137,6 +141,14 @@ def test_without_the_extra_it_is_named(monkeypatch):
     monkeypatch.setattr(text_extra, "NEEDED", ("torch_that_is_not_there",))
     result = run("run", "tiny", "--prompt", "a")
     assert isinstance(result.exception, TrilaneError) and "trilane[hf]" in str(result.exception)
+
+
+def test_the_example_of_the_document_runs():
+    text = (Path(__file__).parent.parent / "docs" / "run.md").read_text()
+    (example,) = re.findall(r"^```python\n(.*?)^```$", text, re.DOTALL | re.MULTILINE)
+    found = subprocess.run([sys.executable, "-W", "error", "-c", example], capture_output=True, text=True, check=False)
+    assert found.returncode == 0, found.stderr
+    assert found.stdout.splitlines()[-1] == "[]"
 
 
 def test_identity_prints_twenty_of_twenty():
