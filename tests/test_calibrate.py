@@ -99,7 +99,7 @@ def test_the_quick_mode_takes_small_experts_of_floats(small):
         session = calibration.Session(quick, tuple(sizes), budget, calibration._empty_profile(budget, quick))
         assert {name: session.experts(name).layout.intermediate for name in sizes} == sizes
     found = calibrate(quick=True, formats=("f32", "q8_0")).profile
-    assert found.knows(("f32", "q8_0")) and set(found.device_rows) == {"f32", "q8_0"}
+    assert found.knows({"f32": 1.0, "q8_0": 1.0}) and set(found.device_rows) == {"f32", "q8_0"}
 
 
 # ----------------------------------------------------------------------------------------- faults of the field
