@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from trilane.commands.console import checked, collected, open_console, print_table
+from trilane.commands.numbers import number, whole
 
 if TYPE_CHECKING:
     from trilane.cuda_step_bench import CudaStepRow
@@ -127,15 +128,24 @@ def _step_cells(row: CudaStepRow) -> list[str]:
 
 def bench_lanes(
     device: Annotated[str, typer.Option(help="cuda, host, or both.")] = "both",
-    hits: Annotated[int, typer.Option(min=0, help="Resident experts of a step.")] = 4,
-    misses: Annotated[int, typer.Option(min=1, help="Missing experts of a step.")] = 4,
-    slots: Annotated[float, typer.Option(min=0, max=1, help="Part of all experts that have slots on the GPU.")] = 0.25,
-    hidden: Annotated[int, typer.Option(min=32, help="Hidden size.")] = 2048,
-    intermediate: Annotated[int, typer.Option(min=32, help="Intermediate size of an expert.")] = 768,
-    experts: Annotated[int, typer.Option(min=2, help="Experts of a layer.")] = 32,
-    layers: Annotated[int, typer.Option(min=1, help="Layers of a graph on the GPU.")] = NUM_LAYERS,
+    hits: Annotated[int, typer.Option(parser=whole(0, 4), metavar="NUMBER", help="Resident experts of a step.")] = 4,
+    misses: Annotated[int, typer.Option(parser=whole(1, 4), metavar="NUMBER", help="Missing experts of a step.")] = 4,
+    slots: Annotated[
+        float,
+        typer.Option(
+            parser=number(0, 0.25, most=1), metavar="NUMBER", help="Part of all experts that have slots on the GPU."
+        ),
+    ] = 0.25,
+    hidden: Annotated[int, typer.Option(parser=whole(32, 2048), metavar="NUMBER", help="Hidden size.")] = 2048,
+    intermediate: Annotated[
+        int, typer.Option(parser=whole(32, 768), metavar="NUMBER", help="Intermediate size of an expert.")
+    ] = 768,
+    experts: Annotated[int, typer.Option(parser=whole(2, 32), metavar="NUMBER", help="Experts of a layer.")] = 32,
+    layers: Annotated[
+        int, typer.Option(parser=whole(1, 8), metavar="NUMBER", help="Layers of a graph on the GPU.")
+    ] = NUM_LAYERS,
     format_name: Annotated[str, typer.Option("--format", "-f", help="Weight format.")] = "q4_k",
-    repeats: Annotated[int, typer.Option(min=1, help="Tokens of each kind.")] = 40,
+    repeats: Annotated[int, typer.Option(parser=whole(1, 40), metavar="NUMBER", help="Tokens of each kind.")] = 40,
     profile: Annotated[Path | None, typer.Option(help="Profile for the split. Default: measured.", exists=True)] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")] = False,
 ) -> None:
