@@ -90,10 +90,10 @@ def test_a_user_without_a_gpu_sees_one_line():
 @pytest.mark.parametrize(
     ("words", "text"),
     [
-        (["step", "--device", "rocm"], "neither host nor cuda"),
+        (["step", "--device", "rocm"], "'rocm' is no device that steps run on: use host or cuda"),
         (["step", "--device", "cuda", "--played"], "host device only"),
         (["step", "--device", "cuda", "--slots", "1.5"], "1.5 is no part"),
-        (["lanes", "--device", "tpu"], "neither cuda, host nor both"),
+        (["lanes", "--device", "tpu"], "'tpu' is no device: use cuda, host or both"),
         (["lanes", "--hits", "9", "--misses", "9"], "18 of 32 experts"),
         (["lanes", "--format", "q5"], "q5"),
     ],

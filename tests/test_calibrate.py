@@ -204,6 +204,13 @@ print(two.stdout)"""
     assert read_cpu_budget().num_concurrent == load_profile(saved.read_text()).num_cores
 
 
+@pytest.mark.parametrize("name", ["", "/", "."])
+def test_a_profile_is_saved_to_a_file(name):
+    from test_cli import run
+
+    assert "it is no regular file; give the name of a file" in run("probe", "-o", name, expect=1).stderr
+
+
 def test_command_fails_in_one_line_where_the_file_cannot_be_written(tmp_path, monkeypatch, capsys):
     from trilane import cli
 

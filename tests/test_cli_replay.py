@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import subprocess
 import sys
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -15,6 +17,7 @@ from test_record import program
 from trilane.commands.options import machine_option
 from trilane.traces.trace_file import read_trace
 
+TRACE = str(Path(__file__).parent.parent / "benchmarks" / "data" / "gptoss20b_160conv.trace")
 needs_compiled = pytest.mark.skipif(bool(config.DISABLE_JIT), reason="needs compiled code")
 
 
@@ -97,6 +100,7 @@ def test_import_keeps_what_is_said(npz, tmp_path):
             2,
             "'0' must be a number above 0 and at most 1e+09: give one such as 60",
         ),
+        (["replay", "--machine", ""], 1, "machine '': unknown; use h200-host"),
         (["record", "/tmp"], 2, "give one of"),
         (["record", "x.trace", "--show", "--", "true"], 2, "give one of"),
         (["record", "x.trace", "--show", "--model", "m"], 2, "describe an imported trace"),
@@ -167,6 +171,23 @@ def test_more_slots_than_experts_are_told(npz, args, text):
     done = run(*common, *args)
     assert json.loads(done.stdout)["policies"][0]["num_slots"] == 24
     assert done.stderr == (f"trilane: {text}\n" if text else "")
+
+
+def test_a_trace_is_not_added_to_itself(npz, tmp_path):
+    path = tmp_path / "a.trace"
+    run("record", str(path), "--import", str(npz), "--expert-bytes", "1000")
+    before = path.read_bytes()
+    shown = run("record", str(path), "--import", str(path), expect=2).stderr
+    assert "is the file that it would be added to" in " ".join(shown.replace("│", " ").split())
+    assert path.read_bytes() == before
+
+
+def test_an_import_that_does_not_fit_names_the_file_and_leaves_none(npz, tmp_path):
+    command = ["from trilane.cli import main; main()", "record", "big.trace", "--import", TRACE]
+    limited = ["sh", "-c", 'ulimit -f 100; exec "$@"', "sh", sys.executable, "-c", *command]
+    done = subprocess.run(limited, capture_output=True, text=True, cwd=tmp_path, check=False)
+    assert done.returncode == 1 and done.stderr.startswith("trilane: big.trace: File too large: the limit")
+    assert not (tmp_path / "big.trace").exists()
 
 
 def test_all_that_is_wrong_in_all_policies_is_told(tmp_path):

@@ -222,17 +222,22 @@ def bench_step(
 
     names = _formats([format_name])
     if top_k > experts // 2:
-        raise typer.BadParameter(f"{top_k} of {experts} experts: half of them are resident", param_hint="--top-k")
+        rule = (
+            f"{top_k} of {experts} experts, of which half are resident: give {experts // 2} at most, or more --experts"
+        )
+        raise typer.BadParameter(rule, param_hint="--top-k")
     counts = misses or list(range(top_k + 1))
     if max(counts) > top_k:
-        raise typer.BadParameter(f"{max(counts)} misses of {top_k} experts", param_hint="--misses")
+        rule = f"{max(counts)} misses of a token's {top_k} experts: give {top_k} at most, or a larger --top-k"
+        raise typer.BadParameter(rule, param_hint="--misses")
     shape = StepShape(hidden, intermediate, experts, top_k, names[0])
     if device == "cuda":
         if played or link_gb_s or hit_gb_s is not None or cpu_gb_s is not None:
-            raise typer.BadParameter("rates are played on the host device only", param_hint="--device")
+            rule = "rates are played on the host device only: leave out --device cuda, or the rates"
+            raise typer.BadParameter(rule, param_hint="--device")
         return run_cuda_steps(shape, layers, slots, counts, repeats, profile_path, as_json)
     if device != "host":
-        raise typer.BadParameter(f"{device!r} is neither host nor cuda", param_hint="--device")
+        raise typer.BadParameter(f"{device!r} is no device that steps run on: use host or cuda", param_hint="--device")
     profile = start_profile(None, Config())
     given = {"hit_gb_s": hit_gb_s, "cpu_gb_s": cpu_gb_s}
     links = [

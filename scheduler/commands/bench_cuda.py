@@ -154,9 +154,11 @@ def bench_lanes(
     from trilane.random_store import StepShape, random_store
 
     if device not in ("cuda", "host", "both"):
-        raise typer.BadParameter(f"{device!r} is neither cuda, host nor both", param_hint="--device")
+        raise typer.BadParameter(f"{device!r} is no device: use cuda, host or both", param_hint="--device")
     if hits + misses > experts // 2:
-        raise typer.BadParameter(f"{hits + misses} of {experts} experts: at most half of them", param_hint="--misses")
+        most = f"give {experts // 2} hits and misses at most, or more --experts"
+        rule = f"a step of {hits + misses} of {experts} experts: {most}"
+        raise typer.BadParameter(rule, param_hint="--misses")
     shape = StepShape(hidden, intermediate, experts, hits + misses, _format(format_name).name)
     gpu = gpu_name() if device == "cuda" else _gpu_if_any(device)
     given, rows = _read(profile), []

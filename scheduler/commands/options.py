@@ -57,7 +57,7 @@ def machine_option(name: str | None, format_name: str | None = None, gap_us: flo
     if name == THIS_MACHINE:
         here = _this_machine(format_name)
         return here if gap_us is None else replace(here, gap_us=gap_us)
-    return load_machine(name or DEFAULT_MACHINE, format_name=format_name, gap_us=gap_us)
+    return load_machine(DEFAULT_MACHINE if name is None else name, format_name=format_name, gap_us=gap_us)
 
 
 def _this_machine(format_name: str | None) -> ReplayMachine:

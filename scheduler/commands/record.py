@@ -110,6 +110,10 @@ def _import(
     from trilane.replay import shards_of
     from trilane.traces.trace_file import append_trace, read_trace
 
+    if file.exists() and file.samefile(import_file):
+        raise typer.BadParameter(
+            f"{import_file} is the file that it would be added to: name another", param_hint="--import"
+        )
     trace = read_trace(import_file)
     said = trace.meta
     meta = replace(
@@ -121,7 +125,13 @@ def _import(
     if expert_bytes is not None or shards is not None:
         nbytes = size_option("--expert-bytes", expert_bytes, of_memory=False)
         meta = replace(meta, shard_nbytes=tuple(shards_of(meta, nbytes, shards)))
-    append_trace(file, replace(trace, meta=meta, weights=trace.weights if weights else None))
+    was_there = file.exists()
+    try:
+        append_trace(file, replace(trace, meta=meta, weights=trace.weights if weights else None))
+    except OSError as error:
+        if not was_there:  # without its events it is of no use
+            file.unlink(missing_ok=True)
+        raise OSError(error.errno, error.strerror, str(file)) from error
 
 
 def _print_summary(file: Path, as_json: bool) -> None:
