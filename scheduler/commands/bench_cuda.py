@@ -44,7 +44,7 @@ def run_cuda_steps(
     from trilane.random_store import random_store
     from trilane.step_bench import all_errors
 
-    parts = _parts(slots or SLOTS)
+    parts = list(slots or SLOTS)
     gpu, store = gpu_name(), random_store(shape, layers)
     found = measure_cuda_steps(store, shape, parts, misses=misses, repeats=repeats, profile=_read(profile))
     rows = collected(found, len(parts) * len(misses))
@@ -63,13 +63,6 @@ def _read(path: Path | None) -> Any:
     from trilane.profile_cache import read_profile
 
     return None if path is None else read_profile(path)
-
-
-def _parts(slots: Sequence[float]) -> list[float]:
-    wrong = [part for part in slots if not 0 <= part <= 1]
-    if wrong:
-        raise typer.BadParameter(f"{wrong[0]:g} is no part of all experts: use 0 to 1", param_hint="--slots")
-    return list(slots)
 
 
 def _known(value: float) -> float | None:
