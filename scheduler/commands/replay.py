@@ -185,14 +185,15 @@ def _load(file: Path | None, tokens: int | None, batch: int | None) -> Trace:
 def _configs(policies: list[Path]) -> list[tuple[str, Config]]:
     """The configurations to compare by the names of their files: files alone, whatever the environment says."""
     from trilane.config import Config
-    from trilane.errors import ConfigError
+    from trilane.errors import ConfigError, Problem
     from trilane.settings.effective_config import load_config
 
     if not policies:
         return [("default", Config())]
     names = [path.stem for path in policies]
     unique = names if len(set(names)) == len(names) else [str(path) for path in policies]
-    loaded, problems = [], []
+    loaded: list[Config] = []
+    problems: list[Problem] = []
     for path in policies:
         try:
             loaded.append(load_config(path, environment={}).config)
