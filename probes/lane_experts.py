@@ -23,35 +23,37 @@ from trilane.cpu_kernels.layout import ExpertLayout, pack_expert
 from trilane.cpu_kernels.shard_words import layer_words
 
 HIDDEN, INTERMEDIATE = 2048, 768  # of the experts that are timed: three shards each
+SHORT_INTERMEDIATE = 256  # of experts of one shard, for a quick look at formats whose weights take much room
 FILL_THREADS = 4
 NUM_DISTINCT = 13  # different rows in a matrix; no divisor of their number, so that shards differ
-_SHAPES = ((INTERMEDIATE, HIDDEN), (INTERMEDIATE, HIDDEN), (HIDDEN, INTERMEDIATE))
 
 
-def expert_layout(format_name: str) -> ExpertLayout:
+def expert_layout(format_name: str, intermediate: int = INTERMEDIATE) -> ExpertLayout:
     """The layout of the experts that are timed."""
     fmt = format_of(format_name)
-    return ExpertLayout(HIDDEN, INTERMEDIATE, fmt, fmt, fmt)
+    return ExpertLayout(HIDDEN, intermediate, fmt, fmt, fmt)
 
 
 class MadeExpert(NamedTuple):
     """A random expert: its packed bytes, the activation record of its input, and its right output, float32."""
 
     format: str
+    layout: ExpertLayout
     packed: UInt8Array
     record: UInt8Array
     expected: NDArray[np.float32]
 
 
-def make_expert(format_name: str) -> MadeExpert:
+def make_expert(format_name: str, intermediate: int = INTERMEDIATE) -> MadeExpert:
     """The expert of a format, always the same; to quantise it takes longer than to fill memory with copies of it."""
     fmt, rng = format_of(format_name), np.random.default_rng(1)
     x = rng.standard_normal(HIDDEN).astype(np.float32)
-    gate, up, down = (_matrix(fmt, rng, *shape) for shape in _SHAPES)
-    layout = expert_layout(format_name)
+    layout = expert_layout(format_name, intermediate)
+    gate, up = (_matrix(fmt, rng, intermediate, HIDDEN) for _ in range(2))
+    down = _matrix(fmt, rng, HIDDEN, intermediate)
     packed = np.zeros(layout.expert_nbytes, np.uint8)
     pack_expert(layout, packed, gate, up, down)
-    return MadeExpert(format_name, packed, _record(fmt, x), _output(fmt, x, gate, up, down))
+    return MadeExpert(format_name, layout, packed, _record(fmt, x), _output(fmt, x, gate, up, down))
 
 
 @dataclass
@@ -71,7 +73,7 @@ class Experts:
     count: int = field(init=False)
 
     def __post_init__(self) -> None:
-        self.layout = expert_layout(self.format)
+        self.layout = self.made.layout
         packed = self.made.packed
         self.count = self.arena.nbytes // packed.nbytes
         fill_copies(self.arena.view(0, self.count * packed.nbytes).reshape(self.count, -1), packed)
@@ -103,7 +105,8 @@ def _matrix(fmt: Format, rng: np.random.Generator, rows: int, columns: int) -> U
 
 def _output(fmt: Format, x: NDArray[np.float32], *matrices: UInt8Array) -> NDArray[np.float32]:
     gate, up, down = (fmt.dequantize_rows(matrix[:NUM_DISTINCT]) for matrix in matrices)
-    g, u = np.resize(gate @ x, INTERMEDIATE), np.resize(up @ x, INTERMEDIATE)
+    columns = down.shape[1]
+    g, u = np.resize(gate @ x, columns), np.resize(up @ x, columns)
     return np.resize(down @ (g / (1 + np.exp(-g)) * u), HIDDEN)
 
 

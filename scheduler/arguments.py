@@ -31,7 +31,9 @@ def check_out(out: Any, x: HostView) -> HostView:
     """A writable array of the shape of ``x``, of any of the float types."""
     y = view_array(out, "out")
     if y.element not in ELEMENTS:
-        raise ArrayTypeError(f"out: dtype {y.element}, but float32, float16 or bfloat16 (NumPy: uint16) is needed")
+        raise ArrayTypeError(
+            f"out: dtype {y.element}, but float32, float16 or bfloat16 (NumPy: uint16) is needed; pass such an array"
+        )
     if not y.array.flags.writeable:
         raise ArrayError("out: the array is read-only, but the result is written there; pass a writable one")
     rows, _ = rows_of(y, "out", x.array.shape[1], "the store's hidden size")
@@ -51,11 +53,13 @@ def check_routing(topk_ids: Any, topk_weights: Any, rows: int) -> tuple[np.ndarr
     for name, view in (("topk_ids", ids), ("topk_weights", weights)):
         if view.array.ndim != 2 or len(view.array) != rows:
             raise ArrayError(
-                f"{name}: shape {view.array.shape}, but ({rows}, top_k) is needed: one row for each row of hidden"
+                f"{name}: shape {view.array.shape}, but ({rows}, top_k) is needed: one row for each row of hidden; "
+                "reshape it"
             )
     if ids.array.shape != weights.array.shape:
         raise ArrayError(
-            f"topk_weights: shape {weights.array.shape}, but topk_ids has {ids.array.shape}; both are (rows, top_k)"
+            f"topk_weights: shape {weights.array.shape}, but topk_ids has {ids.array.shape}, and both are (rows, "
+            "top_k); pass one weight for each id"
         )
     return ids.array, _as_float32(weights)
 
@@ -64,7 +68,9 @@ def check_topk_ids(topk_ids: Any) -> np.ndarray:
     """Ids alone, (rows, top_k)."""
     ids = _view_ids(topk_ids).array
     if ids.ndim != 2:
-        raise ArrayError(f"topk_ids: shape {ids.shape}, but (rows, top_k) is needed")
+        raise ArrayError(
+            f"topk_ids: shape {ids.shape}, but (rows, top_k) is needed; pass one row of ids for each token"
+        )
     return ids
 
 

@@ -82,15 +82,14 @@ class ArrayLayer:
                 raise self._error(name, f"given, but {self.gate.kind} has no gate; leave it out")
 
     def _make_layout(self) -> ExpertLayout:
-        down, up = self._arrays["down"], self._arrays["up"]
         for name in self._formats:
             if self._arrays[name].ndim != 3:
                 shape = self._arrays[name].shape
                 raise self._error(name, f"shape {shape}, but (num_experts, rows, columns) is needed; stack them")
         try:
             return ExpertLayout(
-                hidden=down.shape[1],
-                intermediate=up.shape[1],
+                hidden=self._shared_size("hidden"),
+                intermediate=self._shared_size("intermediate"),
                 gate=self._formats.get("gate"),
                 up=self._formats["up"],
                 down=self._formats["down"],
@@ -98,6 +97,18 @@ class ArrayLayer:
             )
         except ValueError as error:
             raise StoreError(f"layer {self._index}: {error}") from None
+
+    def _shared_size(self, which: str) -> int:
+        """The hidden or the intermediate size as most matrices have it, so that the odd one out is the one named."""
+        sizes = []
+        for name in ("up", "gate", "down"):
+            if name in self._arrays:
+                _, rows, columns = self._arrays[name].shape
+                if self._arrays[name].dtype == np.uint8:
+                    fmt = self._formats[name]
+                    columns = columns // fmt.block_nbytes * fmt.block_size
+                sizes.append(rows if (which == "hidden") == (name == "down") else columns)
+        return max(sizes, key=sizes.count)  # of equally many, the first: up's
 
     def _check_shapes(self) -> None:
         hidden, intermediate = self.layout.hidden, self.layout.intermediate
@@ -109,7 +120,7 @@ class ArrayLayer:
                 packed = array.dtype == np.uint8
                 wanted += (self._formats[name].row_source_nbytes(columns) if packed else columns,)
             if array.shape != wanted:
-                raise self._error(name, f"shape {array.shape}, but {wanted} is needed, after up and down")
+                raise self._error(name, f"shape {array.shape}, but {wanted} is needed beside the others; pass that")
 
     def pack(self, expert: int, out: np.ndarray) -> None:
         """Write one expert's packed bytes to ``out``."""

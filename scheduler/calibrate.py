@@ -22,12 +22,19 @@ from trilane.cpu_kernels.cpus import CpuBudget, read_cpu_budget, suggest_num_thr
 from trilane.cpu_kernels.formats import FORMATS
 from trilane.cpu_kernels.host_device import LANE_THREADS, suggest_team_size
 from trilane.host_runner import HostRunner
-from trilane.lane_probe import measure_fixed_costs
+from trilane.lane_probe import QUICK_REPEATS, REPEATS, measure_fixed_costs
 from trilane.probes.contention import Contention, even_share, measure_contention
 from trilane.probes.copies import CopyRates, measure_copies
 from trilane.probes.handover import measure_handover
 from trilane.probes.host_memory import measure_read, probe_arena
-from trilane.probes.lane_experts import Experts, MadeExpert, expert_layout, make_expert
+from trilane.probes.lane_experts import (
+    INTERMEDIATE,
+    SHORT_INTERMEDIATE,
+    Experts,
+    MadeExpert,
+    expert_layout,
+    make_expert,
+)
 from trilane.probes.lane_jobs import Lanes, open_lanes
 from trilane.probes.lane_rates import BATCH_ROWS, LaneTimes, measure_in_place, measure_lane
 from trilane.probes.machine import describe_machine
@@ -78,7 +85,7 @@ class Session:
     def arena(self) -> Arena:
         """Where experts lie, larger than the caches."""
         arena = probe_arena(least_nbytes=128 << 20, most_nbytes=QUICK_NBYTES if self.quick else None)
-        wanted = max(expert_layout(name).expert_nbytes for name in self.formats)
+        wanted = max(expert_layout(name, self.intermediate_of(name)).expert_nbytes for name in self.formats)
         if arena.nbytes < wanted:
             raise Skipped(f"a quarter of the free memory is {arena.nbytes} bytes, an expert {wanted}: free some")
         return arena
@@ -107,12 +114,17 @@ class Session:
         """The formats as they are measured, the base format last: what follows finds its experts in the arena."""
         return sorted(self.formats, key=lambda name: name == self.base_format)
 
+    def intermediate_of(self, name: str) -> int:
+        """Size of a format's experts: in the quick mode those of floats are one shard, of as many bytes as others."""
+        is_short = self.quick and FORMATS[name].activation != "int8"
+        return SHORT_INTERMEDIATE if is_short else INTERMEDIATE
+
     def experts(self, name: str | None = None) -> Experts:
         """The arena, filled with experts in a format (None: the base format); those in another are gone."""
         name = name or self.base_format
         if self.filled is None or self.filled.format != name:
             if name not in self.made:
-                self.made[name] = make_expert(name)
+                self.made[name] = make_expert(name, self.intermediate_of(name))
             self.filled = Experts(self.made[name], self.arena)
         return self.filled
 
@@ -290,7 +302,7 @@ def _together_fields(session: Session, found: Contention) -> dict[str, Any]:
 
 def _measure_steps(session: Session, previous: dict[str, float] | None) -> dict[str, float]:
     _need(session, "experts", "copies", "in_place")
-    costs = measure_fixed_costs(session.runner, session.profile)
+    costs = measure_fixed_costs(session.runner, session.profile, QUICK_REPEATS if session.quick else REPEATS)
     return {name: min(us, (previous or {}).get(name, us)) for name, us in costs.items()}
 
 

@@ -199,6 +199,9 @@ class Capacity:
             found.append(
                 f"a context of {self.context:,} is more than the {kv.max_context:,} that the model is made for"
             )
+        if self.wanted is not None and self.wanted * self.layer_slots > self.num_shards:
+            most = self.num_shards // self.layer_slots
+            found.append(f"--slots {self.wanted:,} is more than a layer has experts: {most:,} are counted")
         if slots is None:
             found.append("device memory is not known, so there is no number of slots: give --vram or --slots")
         elif slots == 0:

@@ -6,6 +6,7 @@ commands, so that ``trilane --help`` is quick.
 
 from __future__ import annotations
 
+import errno
 import sys
 from typing import Annotated
 
@@ -54,13 +55,33 @@ def _options(
     """Options of all commands."""
 
 
+_REMEDIES = {
+    errno.ENOENT: "check the name; what does not begin with / is looked for in the current folder",
+    errno.EACCES: "name a file that this user may use, or change its permissions",
+    errno.EPERM: "name a file that this user may use, or change its permissions",
+    errno.EISDIR: "name a file",
+    errno.ENOTDIR: "a part of the name is a file and not a folder: check it",
+    errno.ENAMETOOLONG: "give a shorter name",
+    errno.ENOSPC: "make room on that disk, or name a file on another",
+    errno.EFBIG: "the limit of a file's size is reached: raise it, or name another file",
+    errno.EROFS: "name a file where this user may write",
+}
+
+
+def os_error_text(error: OSError) -> str:
+    """What failed and, where it is known, what helps."""
+    reason = error.strerror or str(error)
+    text = f"{error.filename}: {reason}" if error.filename is not None else reason
+    remedy = _REMEDIES.get(error.errno or 0)
+    return text if remedy is None else f"{text}: {remedy}"
+
+
 def main() -> None:
     """Run the command line; errors that users can cause are one line each, without a traceback."""
     try:
         app()
     except OSError as error:
-        text = f"{error.filename}: {error.strerror}" if error.filename is not None else error.strerror
-        print(f"trilane: {text or error}", file=sys.stderr)
+        print(f"trilane: {os_error_text(error)}", file=sys.stderr)
         sys.exit(1)
     except (TrilaneError, MemoryError) as error:
         print(f"trilane: {error}", file=sys.stderr)

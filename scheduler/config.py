@@ -11,7 +11,7 @@ import re
 from collections.abc import Mapping
 from decimal import Decimal
 from pathlib import Path
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, WithJsonSchema, model_validator
 
@@ -89,16 +89,15 @@ Rate = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 Lane = Literal["stream", "zero_copy", "cpu"]
 
 
-# Options of a section that exclude each other: at most one may be set, and a stronger source's one replaces a weaker's.
-ONE_OF = {"cache": ("slots", "fraction", "nbytes")}
-
-
 class _Section(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
+    one_of: ClassVar[tuple[str, ...]] = ()  # options that exclude each other: at most one may be set
 
 
 class CacheConfig(_Section):
     """The slots of the device and who keeps them. Give the size at most once: slots, fraction or nbytes."""
+
+    one_of = ("slots", "fraction", "nbytes")
 
     slots: Annotated[int, Field(ge=0, le=MAX_COUNT)] | None = Field(
         default=None, description="slots in all; each holds one shard of an expert"
@@ -128,7 +127,7 @@ class CacheConfig(_Section):
 
     @model_validator(mode="after")
     def _one_size(self) -> Self:
-        given = [name for name in ONE_OF["cache"] if getattr(self, name) is not None]
+        given = [name for name in self.one_of if getattr(self, name) is not None]
         for name in given[1:]:
             value = getattr(self, name)
             raise rule_error(name, f"is {value!r}, but {given[0]} sets the size of the cache already: keep one of them")
@@ -141,6 +140,10 @@ class CacheConfig(_Section):
         if self.nbytes is not None:
             return min(self.nbytes // slot_nbytes, num_shards)
         return int((DEFAULT_FRACTION if self.fraction is None else self.fraction) * num_shards)
+
+
+# By section; a stronger source's choice of these replaces a weaker's.
+ONE_OF = {"cache": CacheConfig.one_of}
 
 
 class PolicyConfig(_Section):

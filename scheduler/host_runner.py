@@ -10,7 +10,7 @@ import logging
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numba import typeof
@@ -56,15 +56,16 @@ from trilane.observed import make_observed, observe_lane, pass_step, scale_rates
 from trilane.plan import Options, make_work, single_lane_us
 from trilane.planner import abandon_step
 from trilane.policy import empty_state, num_slots, policy_options
-from trilane.recorder import Recorder
 from trilane.routing import make_grouping
 from trilane.stash import Stash, on_stashes, stash_each
 from trilane.state import State
 from trilane.stats import Total
 from trilane.store import ExpertStore
-from trilane.traces.trace import TraceMeta
-from trilane.warm_file import WarmFile
 from trilane.warm_keeper import WarmKeeper
+
+if TYPE_CHECKING:  # loaded by who records, or begins warm
+    from trilane.recorder import Recorder
+    from trilane.warm_file import WarmFile
 
 log = logging.getLogger("trilane")
 
@@ -422,6 +423,9 @@ class HostRunner:
         ------
         TraceError, OSError
         """
+        from trilane.recorder import Recorder
+        from trilane.traces.trace import TraceMeta
+
         layers = self.store.layers
         meta = TraceMeta(
             model="" if self.store.model is None else self.store.model.path.name,

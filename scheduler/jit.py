@@ -31,6 +31,7 @@ from numba.core.ccallback import CFunc
 from numba.core.compiler_lock import global_compiler_lock
 from numba.core.registry import CPUDispatcher
 
+from trilane.compile_notice import CompileNotice
 from trilane.linked import LinkedDispatcher
 
 FLAGS = {"nogil": True, "fastmath": False, "error_model": "numpy"}
@@ -38,7 +39,6 @@ FLAGS = {"nogil": True, "fastmath": False, "error_model": "numpy"}
 
 PACKAGE = "trilane"
 KEPT_DAYS = 60  # that compiled code is kept after its last use
-NOTICE_S = 2.0  # seconds of compiling after which the log says what takes so long
 log = logging.getLogger(PACKAGE)
 _IMPORT = re.compile(r"^[ \t]*(?:from[ \t]+([\w.]+)[ \t]+)?import[ \t]+(\([^)]*\)|[^\n]*)", re.MULTILINE)
 _ALIAS, _WORD = re.compile(r"\bas[ \t]+\w+"), re.compile(r"[\w.]+")
@@ -102,33 +102,6 @@ def module_stamp(module: str) -> str:
 def cache_folder() -> Path:
     """Where compiled code is kept: ``$NUMBA_CACHE_DIR`` if set, else the user's cache folder."""
     return Path(numba_config.CACHE_DIR or platformdirs.user_cache_dir(PACKAGE)) / "compiled"
-
-
-class CompileNotice:
-    """Says once in the log that code is being compiled, when that has taken a while; what is cached stays silent.
-
-    Numba compiles under a lock, so calls nest but never overlap.
-    """
-
-    def __init__(self) -> None:
-        self._depth, self._begin_s, self._spent_s, self._said = 0, 0.0, 0.0, False
-
-    def begin(self, now_s: float) -> None:
-        """A function was not in the cache: its compilation begins."""
-        self._begin_s = self._begin_s if self._depth else now_s
-        self._depth += 1
-        if not self._said and self._spent_s + now_s - self._begin_s > NOTICE_S:
-            self._said = True
-            log.warning(
-                "trilane compiles its code for this processor, which can take minutes once; it is kept in %s",
-                cache_folder(),
-            )
-
-    def end(self, now_s: float) -> None:
-        """It was compiled and saved."""
-        self._depth -= 1
-        if self._depth == 0:
-            self._spent_s += now_s - self._begin_s
 
 
 @functools.cache
@@ -239,7 +212,7 @@ def _prune_once(folder: Path) -> None:
 
 class _PackageCache(caching.FunctionCache):
     _impl_class = _PackageCacheImpl
-    _notice = CompileNotice()  # of the process
+    notice = CompileNotice(cache_folder)  # of the process
 
     def __init__(self, py_func: Callable[..., Any]) -> None:
         super().__init__(py_func)
@@ -253,11 +226,10 @@ class _PackageCache(caching.FunctionCache):
     def load_overload(self, sig: Any, target_context: Any) -> Any:
         found = super().load_overload(sig, target_context)
         if found is None:
-            self._notice.begin(time.perf_counter())
+            self.notice.begin()
         return found
 
     def save_overload(self, sig: Any, data: Any) -> None:
-        self._notice.end(time.perf_counter())
         try:
             super().save_overload(sig, data)
             _prune_once(cache_folder())
@@ -309,7 +281,8 @@ class _Dispatcher(CPUDispatcher):
             if not self._has_cache:  # most functions are only ever linked into others, and need none
                 _cached(self, self.py_func)
                 self._has_cache = True
-        return super().compile(signature)
+            with _PackageCache.notice.around():
+                return super().compile(signature)
 
     def get_call_template(self, args: Any, kws: Any) -> Any:
         return self.linked.get_call_template(args, kws)
@@ -367,7 +340,8 @@ def native(signature: Any) -> Callable[[Callable[..., Any]], Any]:
     def decorate(fn: Callable[..., Any]) -> Any:
         result = CFunc(fn, sigutils.normalize_signature(signature), locals={}, options=dict(FLAGS))
         _cached(result, fn)
-        result.compile()
+        with global_compiler_lock, _PackageCache.notice.around():
+            result.compile()
         return result
 
     return decorate

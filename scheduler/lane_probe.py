@@ -19,7 +19,7 @@ from trilane.layer_rates import layer_rates
 from trilane.plan import Options, make_options
 from trilane.profile import FIXED_COSTS, MachineProfile
 
-REPEATS = 9
+REPEATS, QUICK_REPEATS = 9, 6  # of each kind of steps
 MAX_EXPERTS = 6
 SEED = 7
 PLACES = {"hit": HITS_US, "stream": FETCH_US, "zero_copy": FETCH_US, "cpu": CPU_US}
@@ -33,7 +33,7 @@ class Sample(NamedTuple):
     step_us: float
 
 
-def measure_fixed_costs(runner: HostRunner, profile: MachineProfile) -> dict[str, float]:
+def measure_fixed_costs(runner: HostRunner, profile: MachineProfile, repeats: int = REPEATS) -> dict[str, float]:
     """Fixed costs in us by their names in `MachineProfile`, from steps of the runner's first layer.
 
     ``profile`` has the rates of all lanes. The runner is reset afterwards.
@@ -41,7 +41,7 @@ def measure_fixed_costs(runner: HostRunner, profile: MachineProfile) -> dict[str
     probe = _LaneProbe(runner, layer_rates(profile, runner.store.layers[0], runner.device.num_threads))
     before = runner.options
     try:
-        samples = probe.measure()
+        samples = probe.measure(repeats)
     finally:
         runner.use_options(before)
     runner.reset()
@@ -84,7 +84,7 @@ class _LaneProbe:
         self.hidden = self.rng.standard_normal((1, runner.store.hidden)).astype(np.float32)
         self.out = np.empty_like(self.hidden)
 
-    def measure(self) -> dict[str, list[Sample]]:
+    def measure(self, repeats: int) -> dict[str, list[Sample]]:
         """Samples of each lane, one for each number of experts; of streaming and hits where there are slots."""
         slots = self.runner.num_slots_of(0)
         most = max(1, min(MAX_EXPERTS, self.num_experts // 2))
@@ -92,7 +92,7 @@ class _LaneProbe:
         kinds = [(lane, n) for lane in ("cpu", "zero_copy") for n in _counts(most)]
         kinds += [("stream", n) for n in _counts(kept)] if kept else []
         times: dict[tuple[str, int], list[tuple[float, float]]] = {}
-        for repeat in range(REPEATS + 1):  # the first round only warms up
+        for repeat in range(repeats + 1):  # the first round only warms up
             hits = [("hit", n) for n in _counts(kept)] if kept else []
             for lane, n in kinds:
                 self._note(times, repeat, lane, n, self._miss(lane, n))

@@ -10,6 +10,7 @@ same results, and time is passed in.
 from __future__ import annotations
 
 from trilane.cost import Loads, write_terms
+from trilane.demotion import demote_hits
 from trilane.eviction import advance_clock, count_hint, release_step, score_if_used
 from trilane.expert import CPU, HIT, STREAM, ZERO_COPY, decision, first_shard_of
 from trilane.followers import follow_step
@@ -74,6 +75,7 @@ def plan_step(state, geometry, rates, options, layer, experts, rows, num_experts
     else:
         advance_clock(state, clock)
         look_up(state, geometry, step, work)
+        demote_hits(rates, options, geometry, step, work)
     missing = _clear_counts(geometry, step, work)
     if missing > 0:
         if state.follower.shape[1] > 0 and not is_wave:

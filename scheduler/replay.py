@@ -119,13 +119,19 @@ def shards_of(meta: TraceMeta, expert_nbytes: int | None, num_shards: int | None
     split = []
     for layer in range(meta.num_layers):
         known = meta.shard_nbytes[layer] if meta.shard_nbytes else ()
-        split.append(_equal_parts(expert_nbytes or sum(known), num_shards or len(known) or 1))
+        split.append(
+            _equal_parts(sum(known) if expert_nbytes is None else expert_nbytes, num_shards or len(known) or 1)
+        )
     return split
 
 
 def _equal_parts(nbytes: int, num: int) -> tuple[int, ...]:
     part = -(-nbytes // num)
-    if not 1 <= num <= MAX_SHARDS or nbytes < 1 or part * (num - 1) >= nbytes:
+    if nbytes < 1:
+        raise TraceError(
+            f"an expert of {nbytes} bytes has nothing to move: give its size (--expert-bytes), such as 13.2MB"
+        )
+    if not 1 <= num <= MAX_SHARDS or part * (num - 1) >= nbytes:
         raise TraceError(f"an expert of {nbytes} bytes cannot be {num} shards; use fewer, up to {MAX_SHARDS}")
     return (part,) * (num - 1) + (nbytes - part * (num - 1),)
 
@@ -161,18 +167,28 @@ class Replay:
         self.trace = trace
         self._events = trace_events(trace)
 
+    @property
+    def most_slots(self) -> int:
+        """A slot for each shard: more are of no use."""
+        return int(self.geometry.first_shard[-1])
+
     def slots_for(self, config: Config, *, per_layer: int | None, total: int | None, nbytes: int | None) -> int:
-        """Slots (of one shard each): experts a layer, experts in all, bytes, or what the configuration says."""
-        layers, all_shards = self.geometry.num_layers, int(self.geometry.first_shard[-1])
+        """Slots (of one shard each): experts a layer, experts in all, bytes, or what the configuration says.
+
+        No more than `most_slots`.
+        """
+        return min(self.asked_slots(config, per_layer=per_layer, total=total, nbytes=nbytes), self.most_slots)
+
+    def asked_slots(self, config: Config, *, per_layer: int | None, total: int | None, nbytes: int | None) -> int:
+        """The same without the limit: what was asked for."""
+        layers = self.geometry.num_layers
         if per_layer is not None:
-            wanted = per_layer * int(self.geometry.num_shards.sum())
-        elif total is not None:
-            wanted = total * int(self.geometry.num_shards.sum()) // layers
-        elif nbytes is not None:
-            wanted = nbytes // int(self.geometry.shard_nbytes.max())
-        else:
-            wanted = num_slots(config, self.geometry)
-        return min(wanted, all_shards)
+            return per_layer * int(self.geometry.num_shards.sum())
+        if total is not None:
+            return total * int(self.geometry.num_shards.sum()) // layers
+        if nbytes is not None:
+            return nbytes // int(self.geometry.shard_nbytes.max())
+        return num_slots(config, self.geometry)
 
     def run(
         self,

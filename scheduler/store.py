@@ -8,19 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from trilane.array_source import ArrayLayer, array_formats
 from trilane.cpu_kernels.arena import Arena, allocate_arena, available_nbytes
 from trilane.errors import StoreError
-from trilane.file_source import FileLayer, choose_gate, choose_layers
-from trilane.readers.finder import find_experts
-from trilane.readers.gguf import open_gguf
-from trilane.readers.model_file import ModelFiles
-from trilane.readers.moe import MoeModel
-from trilane.readers.safetensors import open_safetensors
 from trilane.store_fill import Progress, fill
 from trilane.store_layers import (
     EXPERT_ALIGNMENT,
@@ -31,6 +25,10 @@ from trilane.store_layers import (
     formats_by_matrix,
     place_layers,
 )
+
+if TYPE_CHECKING:  # who takes weights from arrays needs no reader of files
+    from trilane.readers.model_file import ModelFiles
+    from trilane.readers.moe import MoeModel
 
 __all__ = ["EXPERT_ALIGNMENT", "ExpertStore", "Gate", "StoreLayer"]
 
@@ -141,6 +139,9 @@ class ExpertStore:
         MemoryError
             The arena does not fit.
         """
+        from trilane.readers.finder import find_experts
+        from trilane.readers.gguf import open_gguf
+
         files = open_gguf(path)
         return cls._from_model(files, find_experts(files), formats, gate, layers, requantize, threads, progress)
 
@@ -175,6 +176,9 @@ class ExpertStore:
         ModelFileError, StoreError, MemoryError
             As :meth:`from_gguf`.
         """
+        from trilane.readers.finder import find_experts
+        from trilane.readers.safetensors import open_safetensors
+
         files = open_safetensors(path)
         return cls._from_model(files, find_experts(files, prefix), formats, gate, layers, requantize, threads, progress)
 
@@ -190,6 +194,8 @@ class ExpertStore:
         threads: int | None,
         progress: Progress | str | None,
     ) -> ExpertStore:
+        from trilane.file_source import FileLayer, choose_gate, choose_layers
+
         wanted = {} if formats is None else formats_by_matrix(formats)
         spec = choose_gate(files, model, gate)
         chosen = model if layers is None else choose_layers(model, layers)

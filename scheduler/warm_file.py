@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import errno
 import hashlib
+import os
 import struct
 import zlib
 from dataclasses import dataclass
@@ -18,7 +19,7 @@ import numpy as np
 import platformdirs
 
 from trilane.config import Config
-from trilane.errors import TraceError
+from trilane.errors import ConfigError, Problem, TraceError
 from trilane.expert import Geometry
 from trilane.profile import Machine
 from trilane.profile_cache import file_word, machine_name
@@ -45,11 +46,14 @@ class WarmFile:
     path : Path
     model, machine : str
         What the file must be of: `model_digest` and `profile_cache.machine_name`.
+    is_ours : bool
+        It lies in our cache folder, which is made where there is none; a folder that a user names is not.
     """
 
     path: Path
     model: str
     machine: str
+    is_ours: bool = True
 
     def load(self, geometry: Geometry) -> HotSet | None:
         """What was saved; None where there is no file.
@@ -78,7 +82,8 @@ class WarmFile:
         """
         if self.path.exists() and not self._may_be_replaced():
             raise FileExistsError(errno.EEXIST, "what is there is no file of a warm start", str(self.path))
-        self.path.parent.mkdir(parents=True, exist_ok=True)
+        if self.is_ours:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
         replace_file(self.path, encode(hot, self.model, self.machine))
 
     def _may_be_replaced(self) -> bool:
@@ -89,12 +94,22 @@ class WarmFile:
 
 
 def warm_file(config: Config, store: ExpertStore, machine: Machine) -> WarmFile:
-    """The file that a configuration names, or that of the model and machine in the user's cache folder."""
+    """The file that a configuration names, or that of the model and machine in the user's cache folder.
+
+    Raises
+    ------
+    ConfigError
+        The configuration names a file in no folder: a slip would leave a file where nobody looks for it.
+    """
+    named = config.warm_start.path
+    if named is not None and not os.path.isdir(named.parent):
+        rule = f"is {str(named)!r}, but its folder does not exist: make it, or name another file."
+        raise ConfigError([Problem("warm_start.path", rule)])
     model, name = model_digest(store), machine_name(machine)
     label = "experts" if store.model is None else store.model.path.stem
     usual = f"{file_word(label)[:60]}-{model[:16]}-{name[:150]}.warm"
     folder = Path(platformdirs.user_cache_dir("trilane")) / "warm"
-    return WarmFile(config.warm_start.path or folder / usual, model, name)
+    return WarmFile(named or folder / usual, model, name, is_ours=named is None)
 
 
 def model_digest(store: ExpertStore) -> str:

@@ -11,6 +11,7 @@ import os
 import time
 from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
@@ -20,8 +21,10 @@ from trilane.cost import Rates
 from trilane.expert import Geometry
 from trilane.observed import Observed
 from trilane.state import State
-from trilane.warm_file import WarmFile
 from trilane.warm_start import HotSet, Unusable, WarmState, rates_name, take_hot_set, warm_state
+
+if TYPE_CHECKING:
+    from trilane.warm_file import WarmFile
 
 log = logging.getLogger("trilane")
 

@@ -122,7 +122,7 @@ def play_plan(world, is_wave):
         )
         now[LEARNED] = 0
     now[LEFT], now[IN_FLIGHT] = left, 1
-    wrong = see_slots(world, options, is_wave)
+    wrong = see_slots(world, options, rates, is_wave)
     if wrong == 0:
         wrong = see_lanes(world, options)
     if wrong == 0:

@@ -51,15 +51,18 @@ def num_places(world):
 
 
 @decision
-def see_slots(world, options, is_wave):
-    """Hits are just what was resident and is; then fills, into slots that nobody reads or writes."""
+def see_slots(world, options, rates, is_wave):
+    """Hits are what was resident and is, but for experts that were demoted; then fills, into slots nobody uses."""
     state, work = world.state, world.work
     for at in range(num_places(world)):
         shard, slot = shard_at(world, at), work.slot[at]
         waits = not is_wave or world.lane_before[at] == UNPLACED
         if (work.lane[at] == SKIP) == waits:
             return WRONG_LEFT
-        if (work.lane[at] == HIT) != (waits and world.slot_before[shard] >= 0):
+        is_there = waits and world.slot_before[shard] >= 0
+        if work.lane[at] == HIT and not is_there:
+            return WRONG_HIT
+        if work.lane[at] != HIT and is_there and (is_wave or not may_be_demoted(world, options, rates, at)):
             return WRONG_HIT
         if work.lane[at] != HIT:
             continue
@@ -81,6 +84,20 @@ def see_slots(world, options, is_wave):
             return WRONG_VICTIM
         world.use[slot], world.content[slot] = WRITTEN, shard
     return 0
+
+
+@decision
+def may_be_demoted(world, options, rates, at):
+    """Whether lanes share cores, the CPU may serve, and the shard's whole expert was there, is, and takes no slot."""
+    num_shards = int(world.geometry.num_shards[world.now[LAYER]])
+    first = at - at % num_shards
+    for here in range(first, first + num_shards):
+        shard = shard_at(world, here)
+        if world.work.slot[here] != -1 or world.slot_before[shard] < 0 or world.state.slot_of[shard] < 0:
+            return False
+        if world.work.lane[here] != CPU and world.work.lane[here] != ZERO_COPY:
+            return False
+    return rates.num_cores > 0.0 and (options.lanes >> CPU) & 1 == 1
 
 
 @decision

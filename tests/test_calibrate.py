@@ -78,7 +78,7 @@ def test_a_busy_machine_gets_no_pass_that_would_take_too_long(monkeypatch):
 def test_experts_are_made_once_and_stay_in_the_arena(small, monkeypatch):
     made, filled = [], []
     make, fill = calibration.make_expert, calibration.Experts
-    monkeypatch.setattr(calibration, "make_expert", lambda name: made.append(name) or make(name))
+    monkeypatch.setattr(calibration, "make_expert", lambda name, size: made.append(name) or make(name, size))
     monkeypatch.setattr(calibration, "Experts", lambda one, arena: filled.append(one.format) or fill(one, arena))
     budget = read_cpu_budget()
     session = calibration.Session(True, ("q4_k", "q8_0", "mxfp4"), budget, calibration._empty_profile(budget, True))
@@ -90,6 +90,16 @@ def test_experts_are_made_once_and_stay_in_the_arena(small, monkeypatch):
     assert made == session.format_order and filled == 2 * session.format_order
     packed = session.made["q4_k"].packed
     assert all(np.array_equal(session.arena.view(k * packed.nbytes, packed.nbytes), packed) for k in range(3))
+
+
+def test_the_quick_mode_takes_small_experts_of_floats(small):
+    """So that no format has more bytes to an expert than three times another's; rates are a byte's."""
+    budget = read_cpu_budget()
+    for quick, sizes in ((True, {"f32": 256, "f16": 256, "q8_0": 768}), (False, {"f32": 768, "f16": 768, "q8_0": 768})):
+        session = calibration.Session(quick, tuple(sizes), budget, calibration._empty_profile(budget, quick))
+        assert {name: session.experts(name).layout.intermediate for name in sizes} == sizes
+    found = calibrate(quick=True, formats=("f32", "q8_0")).profile
+    assert found.knows({"f32": 1.0, "q8_0": 1.0}) and set(found.device_rows) == {"f32", "q8_0"}
 
 
 # ----------------------------------------------------------------------------------------- faults of the field
@@ -192,6 +202,13 @@ print(two.stdout)"""
     (saved,) = (tmp_path / "trilane" / "profiles").glob("*.json")
     assert load_profile(saved.read_text()).knows("q8_0")
     assert read_cpu_budget().num_concurrent == load_profile(saved.read_text()).num_cores
+
+
+@pytest.mark.parametrize("name", ["", "/", "."])
+def test_a_profile_is_saved_to_a_file(name):
+    from test_cli import run
+
+    assert "it is no regular file; give the name of a file" in run("probe", "-o", name, expect=1).stderr
 
 
 def test_command_fails_in_one_line_where_the_file_cannot_be_written(tmp_path, monkeypatch, capsys):

@@ -110,6 +110,11 @@ def test_a_busy_machine_is_told_on_stderr(capsys: Any) -> None:
     assert "1 rows are estimates" in capsys.readouterr().err
 
 
+def test_the_package_runs_as_a_module() -> None:
+    result = subprocess.run([sys.executable, "-m", "trilane", "--version"], capture_output=True, text=True, check=True)
+    assert result.stdout == f"trilane {__version__}\n"
+
+
 def test_the_console_script_is_installed() -> None:
     script = Path(sys.executable).with_name("trilane")
     result = subprocess.run([script, "--version"], capture_output=True, text=True, check=True)

@@ -81,6 +81,14 @@ def test_what_does_not_fit_is_exit_code_1_with_what_would_help(model):
     assert found["shortages"][0]["what"] == "slots in device memory"
 
 
+def test_more_slots_than_experts_are_told(model):
+    found = json.loads(
+        run("plan", str(model), "--ram", "64GiB", "--vram", "40GiB", "--slots", "500", "--no-speed", "--json").stdout
+    )
+    assert "--slots 500 is more than a layer has experts: 128 are counted" in found["notes"]
+    assert found["memory"]["experts_a_layer"] == 128
+
+
 def test_a_named_machine_lends_its_memory(gguf):
     found = json.loads(run("plan", str(gguf), "--machine", "rtx5090-ddr5", "--no-speed", "--json").stdout)
     assert found["memory"]["vram"] == {"free_nbytes": 32 << 30, "source": "all of rtx5090-ddr5's"}
@@ -95,7 +103,11 @@ def test_a_named_machine_lends_its_memory(gguf):
         (["{model}", "--format", "q4k"], 2, "did you mean 'q4_k'"),
         (["{model}", "--vram", "10G"], 2, "'10G' must be a number of bytes"),
         (["{model}", "--reserve", "much"], 2, "'much' must be a number of bytes"),
-        (["{model}", "--context", "0"], 2, "greater than or equal to 1"),
+        (["{model}", "--context", "0"], 2, "'0' must be a whole number, 1 or more: give one such as 8192"),
+        (["{model}", "--vram", "16"], 2, "'16' is 16 bytes, too few for a memory: write the unit, such as 16GiB"),
+        ([TRACE], 1, "is no model but a routing trace: trilane replay takes it"),
+        (["{text}"], 1, "is no model but a text file; pass a .gguf file"),
+        (["{odd}"], 1, "is no model but a file of no kind that is known here"),
         (["{model}", "--machine", "mine"], 1, "machine 'mine': unknown"),
         (["{model}", "--trace", "/nowhere.trace"], 1, "No such file"),
         (["{model}", "--trace", TRACE], 1, "24 layers of 32 experts, but"),
@@ -109,6 +121,9 @@ def test_mistakes_are_answered_in_a_line(model, gguf, tmp_path, args, code, text
     for folder in names.values():
         folder.mkdir()
     write_config(names["dense"], QWEN3_30B, num_experts=None)
+    (tmp_path / "text").write_text("# A model\n")
+    (tmp_path / "odd").write_bytes(bytes(range(64)))
+    names |= {name: tmp_path / name for name in ("text", "odd")}
     cut = tmp_path / "cut.gguf"
     cut.write_bytes(gguf.read_bytes()[:-9000])
     result = run("plan", *(arg.format(model=model, cut=cut, **names) for arg in args), expect=code)

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import subprocess
 import sys
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -15,6 +17,7 @@ from test_record import program
 from trilane.commands.options import machine_option
 from trilane.traces.trace_file import read_trace
 
+TRACE = str(Path(__file__).parent.parent / "benchmarks" / "data" / "gptoss20b_160conv.trace")
 needs_compiled = pytest.mark.skipif(bool(config.DISABLE_JIT), reason="needs compiled code")
 
 
@@ -75,7 +78,7 @@ def test_import_keeps_what_is_said(npz, tmp_path):
 @pytest.mark.parametrize(
     ("args", "code", "text"),
     [
-        (["replay", "/nowhere.trace"], 1, "No such file"),
+        (["replay", "/nowhere.trace"], 1, "No such file or directory: check the name"),
         (["replay", "--slots", "1", "--vram", "1GiB"], 2, "give one of --slots"),
         (["replay", "--vram", "4G"], 2, "'4G' must be a number of bytes"),
         (["replay", "--machine", "mine"], 1, "machine 'mine': unknown"),
@@ -83,7 +86,21 @@ def test_import_keeps_what_is_said(npz, tmp_path):
         (["replay", "--shards", "9999"], 1, "cannot be 9999 shards"),
         (["replay", "--verify"], 1, "holds no live run"),
         (["replay", "--batch", "500"], 1, "use a smaller batch"),
-        (["replay", "--slots", "-1"], 2, "greater than or equal to 0"),
+        (["replay", "--slots", "-1"], 2, "'-1' must be a whole number, 0 or more: give one such as 8"),
+        (["replay", "--slots-total", "many"], 2, "'many' must be a whole number, 0 or more: give one such as 192"),
+        (["replay", "--tokens", "0"], 2, "'0' must be a whole number, 1 or more: give one such as 1000"),
+        (["replay", "--batch", "1" + 20 * "0"], 2, "must be a whole number, at most 2147483647: give one such as 4"),
+        (["replay", "--gap-us", "nan"], 2, "'nan' must be a number from 0 to 1e+09: give one such as 60"),
+        (["replay", "--vram", "16"], 2, "'16' is 16 bytes, too few for a memory: write the unit, such as 16GiB"),
+        (["replay", "--vram", 30 * "9"], 2, "is more than any memory has: give a size such as 16GiB"),
+        (["replay", "--expert-bytes", "0"], 1, "an expert of 0 bytes has nothing to move: give its size"),
+        (["bench", "lanes", "--slots", "1.5"], 2, "'1.5' must be a number from 0 to 1: give one such as 0.25"),
+        (
+            ["bench", "step", "--cpu-gb-s", "0"],
+            2,
+            "'0' must be a number above 0 and at most 1e+09: give one such as 60",
+        ),
+        (["replay", "--machine", ""], 1, "machine '': unknown; use h200-host"),
         (["record", "/tmp"], 2, "give one of"),
         (["record", "x.trace", "--show", "--", "true"], 2, "give one of"),
         (["record", "x.trace", "--show", "--model", "m"], 2, "describe an imported trace"),
@@ -125,8 +142,8 @@ def test_a_saved_profile_is_this_machine(npz, tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     ("args", "text", "code"),
     [
-        (["replay", "nowhere.trace"], "nowhere.trace: No such file or directory", 1),
-        (["replay", "{npz}", "--expert-bytes", "3MB", "--vram", "8"], "not one slot of 3000000 bytes fits", 2),
+        (["replay", "nowhere.trace"], "nowhere.trace: No such file or directory: check the name", 1),
+        (["replay", "{npz}", "--expert-bytes", "3MB", "--vram", "8kB"], "not one slot of 3000000 bytes fits", 2),
         (["replay", "{npz}", "--expert-bytes", "3MB", "--machine", "{text}"], "text.json: ", 1),
         (["record", "{none}/a.trace", "--", "true"], "its folder does not exist", 1),
         (["record", "{text}", "--", "true"], "it is no trace file", 1),
@@ -137,6 +154,49 @@ def test_what_a_newcomer_gets_wrong_is_answered_before_anything_runs(npz, tmp_pa
     names = {"npz": npz, "text": tmp_path / "text.json", "none": tmp_path / "none"}
     shown = run(*(arg.format(**names) for arg in args), expect=code).stderr
     assert text in " ".join(shown.replace("\u2502", " ").split())
+
+
+@needs_compiled
+@pytest.mark.parametrize(
+    ("args", "text"),
+    [
+        (["--slots", "9"], "--slots 9 is more than the model needs: slots for all 24 experts, 8 a layer, are used"),
+        (["--slots-total", "25"], "--slots-total 25 is more than the model needs: slots for all 24 experts, are used"),
+        (["--vram", "1GiB"], "--vram 1GiB is more than the model needs: slots for every expert, are used"),
+        (["--slots", "8"], ""),
+    ],
+)
+def test_more_slots_than_experts_are_told(npz, args, text):
+    common = ["replay", str(npz), "--expert-bytes", "3MB", "--tokens", "5", "--no-single-lanes", "--json"]
+    done = run(*common, *args)
+    assert json.loads(done.stdout)["policies"][0]["num_slots"] == 24
+    assert done.stderr == (f"trilane: {text}\n" if text else "")
+
+
+def test_a_trace_is_not_added_to_itself(npz, tmp_path):
+    path = tmp_path / "a.trace"
+    run("record", str(path), "--import", str(npz), "--expert-bytes", "1000")
+    before = path.read_bytes()
+    shown = run("record", str(path), "--import", str(path), expect=2).stderr
+    assert "is the file that it would be added to" in " ".join(shown.replace("│", " ").split())
+    assert path.read_bytes() == before
+
+
+def test_an_import_that_does_not_fit_names_the_file_and_leaves_none(npz, tmp_path):
+    command = ["from trilane.cli import main; main()", "record", "big.trace", "--import", TRACE]
+    limited = ["sh", "-c", 'ulimit -f 100; exec "$@"', "sh", sys.executable, "-c", *command]
+    done = subprocess.run(limited, capture_output=True, text=True, cwd=tmp_path, check=False)
+    assert done.returncode == 1 and done.stderr.startswith("trilane: big.trace: File too large: the limit")
+    assert not (tmp_path / "big.trace").exists()
+
+
+def test_all_that_is_wrong_in_all_policies_is_told(tmp_path):
+    (tmp_path / "a.yaml").write_text("cache: {slotz: 1}")
+    (tmp_path / "b.yaml").write_text("policy: {lanes: []}")
+    shown = run("replay", "--policy", str(tmp_path / "a.yaml"), "--policy", str(tmp_path / "b.yaml"), expect=1).stderr
+    assert (
+        "2 problems" in shown and "a.yaml:1: cache.slotz: is no option" in shown and "b.yaml:1: policy.lanes" in shown
+    )
 
 
 def test_a_trace_of_which_nothing_is_left_is_an_error(npz, tmp_path):

@@ -251,6 +251,11 @@ READ_ONLY.flags.writeable = False
         ({"topk_ids": Tensor(IDS.astype(np.uint16), BFLOAT)}, ArrayTypeError, "topk_ids: dtype bfloat16"),
         ({"topk_ids": [[0.5, 1.5]] * 3}, ArrayTypeError, "topk_ids: dtype float64"),
         ({"topk_ids": [[0, 1], [2], [3, 4]]}, ArrayError, "topk_ids: a list whose rows differ in length"),
+        (
+            {"topk_weights": WEIGHTS[:, :1]},
+            ArrayError,
+            r"topk_weights: shape \(3, 1\), but .*; pass one weight for each id",
+        ),
         ({"topk_ids": IDS[:2]}, ArrayError, r"topk_ids: shape \(2, 2\), but \(3, top_k\) is needed"),
         ({"topk_ids": IDS[:, 0]}, ArrayError, r"topk_ids: shape \(3,\)"),
         ({"topk_ids": None}, ArrayTypeError, "topk_ids: a NoneType is no array"),

@@ -23,14 +23,26 @@ FOLDERS = {"scheduler": "trilane"} | {name: f"trilane.{name}" for name in ("cpu_
 # The decision files: functions over plain arrays. They know no kernel, no device and no thread.
 DECISIONS = {
     *("expert", "cost", "profile", "plan", "state", "eviction", "residency"),
-    *("followers", "lookup", "link_order", "split", "subsets", "placement", "wanted", "planner", "observed", "guard"),
+    *(
+        "followers",
+        "lookup",
+        "demotion",
+        "link_order",
+        "split",
+        "subsets",
+        "placement",
+        "wanted",
+        "planner",
+        "observed",
+        "guard",
+    ),
 }
 LEAVES = {"jit", "records", "errors"}
 # Who may import whom, as prefixes of module names below "trilane."; the first rule that fits a module counts.
 # The rest (engine, store, stats, devices, command line, integrations) may import everything.
 MAY_IMPORT: list[tuple[tuple[str, ...], tuple[str, ...]]] = [
-    (("linked", "records", "errors"), ()),
-    (("jit",), ("linked",)),
+    (("compile_notice", "linked", "records", "errors"), ()),
+    (("jit",), ("compile_notice", "linked")),
     (("settings.config_problems",), ("errors",)),
     (("config",), ("settings.config_problems", "errors")),
     (tuple(sorted(DECISIONS)), (*sorted(DECISIONS), *sorted(LEAVES))),

@@ -1,15 +1,13 @@
 """Plans against their cost and their options, and compiled code against plain Python."""
 
 import hashlib
-import os
-import subprocess
-import sys
 import time
 from itertools import product
 
 import numba
 import numpy as np
 import pytest
+from decision_runs import run_python
 from plan_cases import H200, plan_once
 
 from trilane.cost import STEP_US, TERM_NAMES, Loads, make_rates, step_us
@@ -328,17 +326,5 @@ def random_digest(num_steps):
 
 def test_compiled_and_plain_python_agree_to_the_last_bit():
     code = "import test_planner; print(test_planner.random_digest(250))"
-    results = set()
-    for disabled in ("0", "1"):
-        env = {**os.environ, "NUMBA_DISABLE_JIT": disabled, "PYTHONWARNINGS": "error"}
-        run = subprocess.run(
-            [sys.executable, "-c", code],
-            cwd=os.path.dirname(__file__),
-            env=env,
-            text=True,
-            capture_output=True,
-            check=False,
-        )
-        assert run.returncode == 0, run.stderr
-        results.add(run.stdout)
+    results = {run_python(code, plain=plain) for plain in (False, True)}
     assert len(results) == 1, results

@@ -1,11 +1,8 @@
 """Random sequences of events: invariants, what threads read and write, budgets, and one decision however it runs."""
 
-import os
-import subprocess
-import sys
-
 import numpy as np
 import pytest
+from decision_runs import run_python
 from numba import config
 from sequence_cases import play_world, world_after
 from sequence_worlds import EVENTS, REACHED, WRONGS
@@ -44,27 +41,12 @@ def digests(worlds, sequences, most_events):
     return [play_world(seed, sequences, most_events, checks=False).digest for seed in range(worlds)]
 
 
-def run_plain(code):
-    """What a line of Python prints with the JIT off."""
-    env = {**os.environ, "NUMBA_DISABLE_JIT": "1", "PYTHONWARNINGS": "error"}
-    run = subprocess.run(
-        [sys.executable, "-c", code],
-        cwd=os.path.dirname(__file__),
-        env=env,
-        text=True,
-        capture_output=True,
-        check=False,
-    )
-    assert run.returncode == 0, run.stderr
-    return run.stdout
-
-
 @needs_both
 @pytest.mark.timeout(600)
 def test_compiled_and_plain_decisions_are_the_same_bits():
     compiled = digests(*map(int, PLAIN.split(",")))
     assert len(set(compiled)) == len(compiled)
-    assert run_plain(f"import test_sequences; print(test_sequences.digests({PLAIN}))") == f"{compiled}\n"
+    assert run_python(f"import test_sequences; print(test_sequences.digests({PLAIN}))", plain=True) == f"{compiled}\n"
 
 
 BROKEN = {
@@ -88,14 +70,14 @@ import sequence_cases
 from trilane import {modules}
 {change}
 print(next(filter(None, (sequence_cases.play_world(seed, 3).wrong for seed in range(40)))))"""
-    text, command = run_plain(code).rsplit(": ", 1)
+    text, command = run_python(code, plain=True).rsplit(": ", 1)
     assert text in WRONGS[1:]
     assert command.startswith("python tests/sequence_cases.py ")
 
 
 @needs_both
 def test_a_sequence_can_be_looked_at():
-    out = run_plain("import sequence_cases; sequence_cases.tell_sequence(6, 6)")
+    out = run_python("import sequence_cases; sequence_cases.tell_sequence(6, 6)", plain=True)
     assert "plan " in out and "Options(" in out and "lanes [" in out
 
 

@@ -27,6 +27,15 @@ def brute_force(geometry, rates, missing, rows, lanes, mixed=False):
     return best
 
 
+def assert_least(work, missing, best):
+    """The plan takes as long as the best split of what misses, or less where a hit was left to the CPU."""
+    lanes = work.lane[: len(missing) * len(missing[0])].reshape(len(missing), -1)
+    if ((lanes != HIT) & ~np.array(missing)).any():
+        assert work.predicted_us[STEP_US] < best
+    else:
+        assert work.predicted_us[STEP_US] == pytest.approx(best, rel=1e-12)
+
+
 MISSING = st.lists(st.lists(st.booleans(), min_size=3, max_size=3), min_size=1, max_size=3).filter(
     lambda rows: sum(map(sum, rows)) <= 7
 )
@@ -48,7 +57,7 @@ def test_equal_shards_are_split_exactly(rates, missing):
     geometry, work = plan_missing([40, 40, 40], rates, make_options(slack_runs=0), missing, rows)
     best = brute_force(geometry, rates, missing, rows, (STREAM, ZERO_COPY, CPU))
     if single_runs:
-        assert work.predicted_us[STEP_US] == pytest.approx(best, rel=1e-12)
+        assert_least(work, missing, best)
     assert work.predicted_us[STEP_US] <= best + 2 * rates.run_fix_us + 1e-9
     geometry, work = plan_missing([40, 40, 40], rates, make_options(), missing, rows)
     assert work.predicted_us[STEP_US] <= best + 3 * rates.run_fix_us + 1e-9
@@ -62,7 +71,7 @@ def test_few_unequal_shards_are_split_exactly(rates, missing, rows):
     # The short last shard ends a copy as any other; a middle one does not fill its slot, so the copy breaks there.
     assert work.predicted_us[STEP_US] <= best + sum(map(sum, missing)) * rates.run_fix_us + 1e-9
     if rates.run_fix_us == 0:
-        assert work.predicted_us[STEP_US] == pytest.approx(best, rel=1e-12)
+        assert_least(work, missing, best)
 
 
 @settings(max_examples=40, deadline=None)

@@ -69,7 +69,7 @@ def test_command_prints_json():
 @pytest.mark.parametrize(
     "options, text",
     [
-        (["--experts", "8", "--top-k", "6"], "half of them"),
+        (["--experts", "8", "--top-k", "6"], "of which half are resident: give 4 at most"),
         (["--top-k", "2", "--misses", "3"], "3 misses of 2"),
         (["--format", "q5"], "q5"),
     ],

@@ -23,7 +23,7 @@ from played_driver import PlayedDriver
 from test_trace_file import mutated
 from trace_cases import drive
 
-from trilane import ExpertStore, WorkerError, calibrate
+from trilane import ConfigError, ExpertStore, WorkerError, calibrate
 from trilane.cuda_words import Control, Fault
 from trilane.profile import Machine
 from trilane.profile_cache import machine_name
@@ -47,7 +47,9 @@ def store():
 
 @pytest.fixture
 def path(tmp_path):
-    return tmp_path / "folder" / "hot.warm"
+    folder = tmp_path / "folder"
+    folder.mkdir()
+    return folder / "hot.warm"
 
 
 @pytest.fixture
@@ -441,7 +443,6 @@ def test_it_is_off_unless_asked_for(store, scheduler_of, monkeypatch, tmp_path):
 
 
 def test_a_file_that_is_not_ours_is_left_alone(warm, path, caplog):
-    path.parent.mkdir()
     path.write_text("cache: {slots: 20}")
     scheduler = warm()
     assert "no file of a warm start" in refusal(scheduler)
@@ -463,10 +464,7 @@ def test_saving_now_and_with_a_step_in_flight(warm, path):
 
 @pytest.mark.parametrize("problem", ["no folder", "full"])
 def test_a_folder_that_cannot_be_written_is_told_once(warm, path, monkeypatch, caplog, problem):
-    if problem == "no folder":
-        path.parent.write_text("a file where the folder should be")
-    else:
-        path.parent.mkdir()
+    if problem == "full":
 
         def full(path, data):
             raise OSError(28, "No space left on device")
@@ -474,10 +472,21 @@ def test_a_folder_that_cannot_be_written_is_told_once(warm, path, monkeypatch, c
         monkeypatch.setattr("trilane.warm_file.replace_file", full)
     scheduler = warm()
     drive(scheduler, 9)
+    if problem == "no folder":
+        path.parent.rmdir()
     assert scheduler.save_warm_start() is None is scheduler.save_warm_start()
     assert "cannot be written" in refusal(scheduler)
     scheduler.close()
     assert sum("cannot be written" in message for message in caplog.messages) == 1
+
+
+def test_a_named_file_in_no_folder_is_refused_at_the_start(warm, path):
+    """As a recording's is; a folder that a slip of the pen makes is found by nobody."""
+    with pytest.raises(
+        ConfigError, match=r"warm_start.path: is '.*none.hot.warm', but its folder does not exist: make"
+    ):
+        warm(warm_start={"enabled": True, "path": path.parent / "none" / "hot.warm"})
+    assert not (path.parent / "none").exists()
 
 
 def test_an_interrupt_while_slots_are_filled_leaves_the_file(warm, left, path, monkeypatch):

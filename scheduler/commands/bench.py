@@ -12,6 +12,7 @@ import typer
 
 from trilane.commands.bench_cuda import bench_lanes, run_cuda_steps
 from trilane.commands.console import checked, collected, open_console, print_table
+from trilane.commands.numbers import number, whole
 
 if TYPE_CHECKING:
     from trilane.probes.cpu_experts import ExpertRate
@@ -34,7 +35,13 @@ def bench_cpu(
     ] = None,
     threads: Annotated[
         list[int] | None,
-        typer.Option("--threads", "-t", min=1, help="Number of threads; repeat it. Default: 1 and all."),
+        typer.Option(
+            "--threads",
+            "-t",
+            parser=whole(1, 2),
+            metavar="NUMBER",
+            help="Number of threads; repeat it. Default: 1 and all.",
+        ),
     ] = None,
     shapes: Annotated[
         list[str] | None,
@@ -143,27 +150,56 @@ def _warn(rates: Sequence[ExpertRate], has_ggml: bool) -> None:
 @bench_app.command("step")
 def bench_step(
     misses: Annotated[
-        list[int] | None, typer.Option("--misses", "-m", min=0, help="Missing experts; repeat it. Default: 0 to top-k.")
+        list[int] | None,
+        typer.Option(
+            "--misses",
+            "-m",
+            parser=whole(0, 2),
+            metavar="NUMBER",
+            help="Missing experts; repeat it. Default: 0 to top-k.",
+        ),
     ] = None,
-    hidden: Annotated[int, typer.Option(min=32, help="Hidden size.")] = 2048,
-    intermediate: Annotated[int, typer.Option(min=32, help="Intermediate size of an expert.")] = 768,
-    experts: Annotated[int, typer.Option(min=2, help="Experts of the layer.")] = 32,
-    top_k: Annotated[int, typer.Option(min=1, help="Experts of a token.")] = 8,
+    hidden: Annotated[int, typer.Option(parser=whole(32, 2048), metavar="NUMBER", help="Hidden size.")] = 2048,
+    intermediate: Annotated[
+        int, typer.Option(parser=whole(32, 768), metavar="NUMBER", help="Intermediate size of an expert.")
+    ] = 768,
+    experts: Annotated[int, typer.Option(parser=whole(2, 32), metavar="NUMBER", help="Experts of the layer.")] = 32,
+    top_k: Annotated[int, typer.Option(parser=whole(1, 8), metavar="NUMBER", help="Experts of a token.")] = 8,
     format_name: Annotated[str, typer.Option("--format", "-f", help="Weight format.")] = "q4_k",
     played: Annotated[
         bool, typer.Option("--played", help="Play three links, a device and a CPU lane that this machine can hold.")
     ] = False,
     link_gb_s: Annotated[
-        list[float] | None, typer.Option("--link-gb-s", help="Play a link of this speed; repeat it to compare.")
+        list[float] | None,
+        typer.Option(
+            "--link-gb-s",
+            parser=number(0, 25, above=True),
+            metavar="NUMBER",
+            help="Play a link of this speed; repeat it to compare.",
+        ),
     ] = None,
-    link_fix_us: Annotated[float, typer.Option(min=0, help="Play so many us for each copy.")] = 10.0,
-    hit_gb_s: Annotated[float | None, typer.Option(help="Play a device of this speed.")] = None,
-    cpu_gb_s: Annotated[float | None, typer.Option(help="Play a CPU lane of this speed.")] = None,
-    repeats: Annotated[int, typer.Option(min=2, help="Steps of each kind.")] = 40,
+    link_fix_us: Annotated[
+        float, typer.Option(parser=number(0, 10), metavar="NUMBER", help="Play so many us for each copy.")
+    ] = 10.0,
+    hit_gb_s: Annotated[
+        float | None,
+        typer.Option(parser=number(0, 800, above=True), metavar="NUMBER", help="Play a device of this speed."),
+    ] = None,
+    cpu_gb_s: Annotated[
+        float | None,
+        typer.Option(parser=number(0, 60, above=True), metavar="NUMBER", help="Play a CPU lane of this speed."),
+    ] = None,
+    repeats: Annotated[int, typer.Option(parser=whole(2, 40), metavar="NUMBER", help="Steps of each kind.")] = 40,
     device: Annotated[str, typer.Option(help="host, or cuda: an NVIDIA GPU.")] = "host",
-    layers: Annotated[int, typer.Option(min=1, help="Layers of a graph (cuda).")] = 8,
+    layers: Annotated[int, typer.Option(parser=whole(1, 8), metavar="NUMBER", help="Layers of a graph (cuda).")] = 8,
     slots: Annotated[
-        list[float] | None, typer.Option("--slots", help="Part of all experts with slots (cuda); repeat it.")
+        list[float] | None,
+        typer.Option(
+            "--slots",
+            parser=number(0, 0.25, most=1),
+            metavar="NUMBER",
+            help="Part of all experts with slots (cuda); repeat it.",
+        ),
     ] = None,
     profile_path: Annotated[
         Path | None, typer.Option("--profile", help="Profile to predict with (cuda). Default: measured.", exists=True)
@@ -186,17 +222,22 @@ def bench_step(
 
     names = _formats([format_name])
     if top_k > experts // 2:
-        raise typer.BadParameter(f"{top_k} of {experts} experts: half of them are resident", param_hint="--top-k")
+        rule = (
+            f"{top_k} of {experts} experts, of which half are resident: give {experts // 2} at most, or more --experts"
+        )
+        raise typer.BadParameter(rule, param_hint="--top-k")
     counts = misses or list(range(top_k + 1))
     if max(counts) > top_k:
-        raise typer.BadParameter(f"{max(counts)} misses of {top_k} experts", param_hint="--misses")
+        rule = f"{max(counts)} misses of a token's {top_k} experts: give {top_k} at most, or a larger --top-k"
+        raise typer.BadParameter(rule, param_hint="--misses")
     shape = StepShape(hidden, intermediate, experts, top_k, names[0])
     if device == "cuda":
         if played or link_gb_s or hit_gb_s is not None or cpu_gb_s is not None:
-            raise typer.BadParameter("rates are played on the host device only", param_hint="--device")
+            rule = "rates are played on the host device only: leave out --device cuda, or the rates"
+            raise typer.BadParameter(rule, param_hint="--device")
         return run_cuda_steps(shape, layers, slots, counts, repeats, profile_path, as_json)
     if device != "host":
-        raise typer.BadParameter(f"{device!r} is neither host nor cuda", param_hint="--device")
+        raise typer.BadParameter(f"{device!r} is no device that steps run on: use host or cuda", param_hint="--device")
     profile = start_profile(None, Config())
     given = {"hit_gb_s": hit_gb_s, "cpu_gb_s": cpu_gb_s}
     links = [

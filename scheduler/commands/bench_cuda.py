@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from trilane.commands.console import checked, collected, open_console, print_table
+from trilane.commands.numbers import number, whole
 
 if TYPE_CHECKING:
     from trilane.cuda_step_bench import CudaStepRow
@@ -43,7 +44,7 @@ def run_cuda_steps(
     from trilane.random_store import random_store
     from trilane.step_bench import all_errors
 
-    parts = _parts(slots or SLOTS)
+    parts = list(slots or SLOTS)
     gpu, store = gpu_name(), random_store(shape, layers)
     found = measure_cuda_steps(store, shape, parts, misses=misses, repeats=repeats, profile=_read(profile))
     rows = collected(found, len(parts) * len(misses))
@@ -62,13 +63,6 @@ def _read(path: Path | None) -> Any:
     from trilane.profile_cache import read_profile
 
     return None if path is None else read_profile(path)
-
-
-def _parts(slots: Sequence[float]) -> list[float]:
-    wrong = [part for part in slots if not 0 <= part <= 1]
-    if wrong:
-        raise typer.BadParameter(f"{wrong[0]:g} is no part of all experts: use 0 to 1", param_hint="--slots")
-    return list(slots)
 
 
 def _known(value: float) -> float | None:
@@ -127,15 +121,24 @@ def _step_cells(row: CudaStepRow) -> list[str]:
 
 def bench_lanes(
     device: Annotated[str, typer.Option(help="cuda, host, or both.")] = "both",
-    hits: Annotated[int, typer.Option(min=0, help="Resident experts of a step.")] = 4,
-    misses: Annotated[int, typer.Option(min=1, help="Missing experts of a step.")] = 4,
-    slots: Annotated[float, typer.Option(min=0, max=1, help="Part of all experts that have slots on the GPU.")] = 0.25,
-    hidden: Annotated[int, typer.Option(min=32, help="Hidden size.")] = 2048,
-    intermediate: Annotated[int, typer.Option(min=32, help="Intermediate size of an expert.")] = 768,
-    experts: Annotated[int, typer.Option(min=2, help="Experts of a layer.")] = 32,
-    layers: Annotated[int, typer.Option(min=1, help="Layers of a graph on the GPU.")] = NUM_LAYERS,
+    hits: Annotated[int, typer.Option(parser=whole(0, 4), metavar="NUMBER", help="Resident experts of a step.")] = 4,
+    misses: Annotated[int, typer.Option(parser=whole(1, 4), metavar="NUMBER", help="Missing experts of a step.")] = 4,
+    slots: Annotated[
+        float,
+        typer.Option(
+            parser=number(0, 0.25, most=1), metavar="NUMBER", help="Part of all experts that have slots on the GPU."
+        ),
+    ] = 0.25,
+    hidden: Annotated[int, typer.Option(parser=whole(32, 2048), metavar="NUMBER", help="Hidden size.")] = 2048,
+    intermediate: Annotated[
+        int, typer.Option(parser=whole(32, 768), metavar="NUMBER", help="Intermediate size of an expert.")
+    ] = 768,
+    experts: Annotated[int, typer.Option(parser=whole(2, 32), metavar="NUMBER", help="Experts of a layer.")] = 32,
+    layers: Annotated[
+        int, typer.Option(parser=whole(1, 8), metavar="NUMBER", help="Layers of a graph on the GPU.")
+    ] = NUM_LAYERS,
     format_name: Annotated[str, typer.Option("--format", "-f", help="Weight format.")] = "q4_k",
-    repeats: Annotated[int, typer.Option(min=1, help="Tokens of each kind.")] = 40,
+    repeats: Annotated[int, typer.Option(parser=whole(1, 40), metavar="NUMBER", help="Tokens of each kind.")] = 40,
     profile: Annotated[Path | None, typer.Option(help="Profile for the split. Default: measured.", exists=True)] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")] = False,
 ) -> None:
@@ -144,9 +147,11 @@ def bench_lanes(
     from trilane.random_store import StepShape, random_store
 
     if device not in ("cuda", "host", "both"):
-        raise typer.BadParameter(f"{device!r} is neither cuda, host nor both", param_hint="--device")
+        raise typer.BadParameter(f"{device!r} is no device: use cuda, host or both", param_hint="--device")
     if hits + misses > experts // 2:
-        raise typer.BadParameter(f"{hits + misses} of {experts} experts: at most half of them", param_hint="--misses")
+        most = f"give {experts // 2} hits and misses at most, or more --experts"
+        rule = f"a step of {hits + misses} of {experts} experts: {most}"
+        raise typer.BadParameter(rule, param_hint="--misses")
     shape = StepShape(hidden, intermediate, experts, hits + misses, _format(format_name).name)
     gpu = gpu_name() if device == "cuda" else _gpu_if_any(device)
     given, rows = _read(profile), []

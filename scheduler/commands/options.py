@@ -16,14 +16,30 @@ MACHINE_HELP = (
 )
 
 
-def size_option(option: str, text: str | None) -> int | None:
-    """Bytes from a text such as "8GiB"; a wrong one is wrong usage."""
-    from trilane.config import parse_nbytes
+LEAST_MEMORY = 1 << 20  # bytes: who gives fewer of a whole memory, and no unit, forgot it
 
+
+def size_option(option: str, text: str | None, *, of_memory: bool = True) -> int | None:
+    """Bytes from a text such as "8GiB"; a wrong one is wrong usage.
+
+    ``of_memory``: it says how large a memory is, where a small number without a unit can only be a slip.
+    """
+    from trilane.config import MAX_NBYTES, parse_nbytes
+
+    if text is None:
+        return None
     try:
-        return None if text is None else parse_nbytes(int(text) if text.isdigit() else text)
+        nbytes = parse_nbytes(text)
     except ValueError as error:
-        raise typer.BadParameter(f"{text!r} {error}", param_hint=option) from None
+        raise typer.BadParameter(f"{text[:60]!r} {error}", param_hint=option) from None
+    if of_memory and 0 < nbytes < LEAST_MEMORY and text.strip().isdigit():
+        rule = f"is {nbytes} bytes, too few for a memory: write the unit, such as {nbytes}GiB"
+        raise typer.BadParameter(f"{text!r} {rule}", param_hint=option)
+    if nbytes > MAX_NBYTES:
+        raise typer.BadParameter(
+            f"{text[:60]!r} is more than any memory has: give a size such as 16GiB", param_hint=option
+        )
+    return nbytes
 
 
 def machine_option(name: str | None, format_name: str | None = None, gap_us: float | None = None) -> ReplayMachine:
@@ -41,7 +57,7 @@ def machine_option(name: str | None, format_name: str | None = None, gap_us: flo
     if name == THIS_MACHINE:
         here = _this_machine(format_name)
         return here if gap_us is None else replace(here, gap_us=gap_us)
-    return load_machine(name or DEFAULT_MACHINE, format_name=format_name, gap_us=gap_us)
+    return load_machine(DEFAULT_MACHINE if name is None else name, format_name=format_name, gap_us=gap_us)
 
 
 def _this_machine(format_name: str | None) -> ReplayMachine:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from trilane.commands.numbers import whole
 from trilane.commands.options import MACHINE_HELP, machine_option, size_option
 
 if TYPE_CHECKING:
@@ -27,7 +28,9 @@ def plan(
         str | None,
         typer.Option("--format", help="Weight format of the routed experts. Default: the files'; of config.json q4_k."),
     ] = None,
-    context: Annotated[int, typer.Option(min=1, help="Tokens in the KV cache.")] = 8192,
+    context: Annotated[
+        int, typer.Option(parser=whole(1, 8192), metavar="NUMBER", help="Tokens in the KV cache.")
+    ] = 8192,
     vram: Annotated[
         str | None,
         typer.Option(help="Device memory that is free, such as 24GiB. Default: --machine's, else what is free here."),
@@ -36,7 +39,10 @@ def plan(
         str | None, typer.Option(help="Host memory that is free, such as 64GiB. Default: what is free here.")
     ] = None,
     slots: Annotated[
-        int | None, typer.Option(min=0, help="Slots for so many experts a layer. Default: all that fit.")
+        int | None,
+        typer.Option(
+            parser=whole(0, 8), metavar="NUMBER", help="Slots for so many experts a layer. Default: all that fit."
+        ),
     ] = None,
     reserve: Annotated[
         str | None, typer.Option(help="Device memory to leave to others. Default: 512MiB, as schedulers do.")

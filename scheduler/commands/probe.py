@@ -78,6 +78,7 @@ def _targets(names: list[str], output: Path | None) -> dict[str, Path | None]:
 
     if output is None:
         return dict.fromkeys(names)
+    check_target(output)
     beside = output.with_name(f"{output.stem}-cuda{output.suffix}")
     targets = {name: output if name == names[0] else beside for name in names}
     for target in targets.values():

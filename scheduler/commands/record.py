@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from trilane.commands.console import open_console
+from trilane.commands.numbers import whole
+from trilane.commands.options import size_option
 
 if TYPE_CHECKING:
     from trilane.traces.trace_summary import TraceSummary
@@ -30,7 +32,9 @@ def record(
     expert_bytes: Annotated[
         str | None, typer.Option(help="Bytes of an expert of an imported trace, such as 13.2MB.")
     ] = None,
-    shards: Annotated[int | None, typer.Option(min=1, help="Shards of an expert of an imported trace.")] = None,
+    shards: Annotated[
+        int | None, typer.Option(parser=whole(1, 3), metavar="NUMBER", help="Shards of an expert of an imported trace.")
+    ] = None,
     source: Annotated[str | None, typer.Option(help="Where an imported trace is from.")] = None,
     licence: Annotated[str | None, typer.Option(help="Terms of an imported trace.")] = None,
     weights: Annotated[
@@ -103,10 +107,13 @@ def _import(
 ) -> None:
     from dataclasses import replace
 
-    from trilane.config import parse_nbytes
     from trilane.replay import shards_of
     from trilane.traces.trace_file import append_trace, read_trace
 
+    if file.exists() and file.samefile(import_file):
+        raise typer.BadParameter(
+            f"{import_file} is the file that it would be added to: name another", param_hint="--import"
+        )
     trace = read_trace(import_file)
     said = trace.meta
     meta = replace(
@@ -116,12 +123,15 @@ def _import(
         licence=said.licence if licence is None else licence,
     )
     if expert_bytes is not None or shards is not None:
-        try:
-            nbytes = None if expert_bytes is None else parse_nbytes(expert_bytes)
-        except ValueError as error:
-            raise typer.BadParameter(str(error), param_hint="--expert-bytes") from None
+        nbytes = size_option("--expert-bytes", expert_bytes, of_memory=False)
         meta = replace(meta, shard_nbytes=tuple(shards_of(meta, nbytes, shards)))
-    append_trace(file, replace(trace, meta=meta, weights=trace.weights if weights else None))
+    was_there = file.exists()
+    try:
+        append_trace(file, replace(trace, meta=meta, weights=trace.weights if weights else None))
+    except OSError as error:
+        if not was_there:  # without its events it is of no use
+            file.unlink(missing_ok=True)
+        raise OSError(error.errno, error.strerror, str(file)) from error
 
 
 def _print_summary(file: Path, as_json: bool) -> None:

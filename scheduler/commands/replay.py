@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from trilane.commands.console import open_console
+from trilane.commands.numbers import number, whole
 from trilane.commands.options import MACHINE_HELP, machine_option, size_option
 
 if TYPE_CHECKING:
@@ -27,8 +28,12 @@ def replay(
     file: Annotated[
         Path | None, typer.Argument(metavar="TRACE", help="Trace file or .npz. Default: the bundled conversation.")
     ] = None,
-    slots: Annotated[int | None, typer.Option(min=0, help="Slots for so many experts a layer.")] = None,
-    slots_total: Annotated[int | None, typer.Option(min=0, help="Slots for so many experts in all.")] = None,
+    slots: Annotated[
+        int | None, typer.Option(parser=whole(0, 8), metavar="NUMBER", help="Slots for so many experts a layer.")
+    ] = None,
+    slots_total: Annotated[
+        int | None, typer.Option(parser=whole(0, 192), metavar="NUMBER", help="Slots for so many experts in all.")
+    ] = None,
     vram: Annotated[str | None, typer.Option(help="Slots that fit into so many bytes, such as 8GiB.")] = None,
     machine: Annotated[
         str | None,
@@ -40,16 +45,27 @@ def replay(
     ] = None,
     expert_bytes: Annotated[str | None, typer.Option(help="Bytes of an expert. Default: what the trace says.")] = None,
     shards: Annotated[
-        int | None, typer.Option(min=1, help="Shards of an expert, each placed by itself. Default: as the trace says.")
+        int | None,
+        typer.Option(
+            parser=whole(1, 3),
+            metavar="NUMBER",
+            help="Shards of an expert, each placed by itself. Default: as the trace says.",
+        ),
     ] = None,
     format_name: Annotated[
         str | None, typer.Option("--format", help="Weight format whose rates of a profile are used.")
     ] = None,
     gap_us: Annotated[
-        float | None, typer.Option(min=0, help="us between two MoE layers. Default: the machine's.")
+        float | None,
+        typer.Option(parser=number(0, 60), metavar="NUMBER", help="us between two MoE layers. Default: the machine's."),
     ] = None,
-    tokens: Annotated[int | None, typer.Option(min=1, help="Only the first so many passes over the layers.")] = None,
-    batch: Annotated[int | None, typer.Option(min=1, help="Tokens as so many streams side by side.")] = None,
+    tokens: Annotated[
+        int | None,
+        typer.Option(parser=whole(1, 1000), metavar="NUMBER", help="Only the first so many passes over the layers."),
+    ] = None,
+    batch: Annotated[
+        int | None, typer.Option(parser=whole(1, 4), metavar="NUMBER", help="Tokens as so many streams side by side.")
+    ] = None,
     single_lanes: Annotated[
         bool, typer.Option("--single-lanes/--no-single-lanes", help="Also replay with each lane alone.")
     ] = True,
@@ -87,7 +103,7 @@ def replay(
     if sum(value is not None for value in (slots, slots_total, vram)) > 1:
         raise typer.BadParameter("give one of --slots, --slots-total and --vram", param_hint="--slots")
     room, more = size_option("--vram", vram), size_option("--more-vram", more_vram)
-    nbytes, configs = size_option("--expert-bytes", expert_bytes), _configs(policies or [])
+    nbytes, configs = size_option("--expert-bytes", expert_bytes, of_memory=False), _configs(policies or [])
     trace = _load(file, tokens, batch)
     if verify_plans:
         _verify(trace, as_json)
@@ -100,6 +116,7 @@ def replay(
         rule = f"not one slot of {ready.geometry.shard_nbytes.max()} bytes fits; give a size such as 8GiB"
         raise typer.BadParameter(f"{vram!r} is {room} bytes: {rule}", param_hint="--vram")
     size = {"per_layer": slots, "total": slots_total, "nbytes": room}
+    _tell_cut(ready, size, {"--slots": slots, "--slots-total": slots_total, "--vram": vram})
     with _progress(trace.num_events * len(configs) * (4 if single_lanes else 1)) as advance:
         results = [
             ready.run(name, config, ready.slots_for(config, **size), single_lanes=single_lanes, progress=advance)
@@ -140,6 +157,20 @@ def _slot_nbytes(ready: Replay) -> int:
     return int(ready.geometry.shard_nbytes.max())
 
 
+def _tell_cut(ready: Replay, size: dict[str, int | None], said: dict[str, int | str | None]) -> None:
+    """Say it where an option asks for more slots than there are shards."""
+    from trilane.config import Config
+
+    option, value = next(((name, value) for name, value in said.items() if value is not None), ("", None))
+    if value is None or ready.asked_slots(Config(), **size) <= ready.most_slots:
+        return
+    experts = "every expert" if option == "--vram" else f"all {sum(ready.meta.num_experts):,} experts"
+    layers = f", {max(ready.meta.num_experts)} a layer" if option == "--slots" else ""
+    typer.echo(
+        f"trilane: {option} {value} is more than the model needs: slots for {experts}{layers}, are used", err=True
+    )
+
+
 def _load(file: Path | None, tokens: int | None, batch: int | None) -> Trace:
     from trilane.traces.trace import as_batches
     from trilane.traces.trace_file import read_trace
@@ -154,13 +185,22 @@ def _load(file: Path | None, tokens: int | None, batch: int | None) -> Trace:
 def _configs(policies: list[Path]) -> list[tuple[str, Config]]:
     """The configurations to compare by the names of their files: files alone, whatever the environment says."""
     from trilane.config import Config
+    from trilane.errors import ConfigError, Problem
     from trilane.settings.effective_config import load_config
 
     if not policies:
         return [("default", Config())]
     names = [path.stem for path in policies]
     unique = names if len(set(names)) == len(names) else [str(path) for path in policies]
-    loaded = [load_config(path, environment={}).config for path in policies]
+    loaded: list[Config] = []
+    problems: list[Problem] = []
+    for path in policies:
+        try:
+            loaded.append(load_config(path, environment={}).config)
+        except ConfigError as error:  # all of them are told at once
+            problems += error.problems
+    if problems:
+        raise ConfigError(problems)
     return list(zip(unique, loaded, strict=True))
 
 

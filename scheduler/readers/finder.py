@@ -23,6 +23,7 @@ from trilane.readers.layer_parts import Parts, find_layer
 from trilane.readers.model_file import ModelFiles, TensorInfo
 from trilane.readers.moe import LeftAlone, MoeLayer, MoeModel, expert_tensors
 from trilane.readers.names import ExpertName, read_checkpoint_name, read_gguf_name
+from trilane.readers.other_files import refuse_other
 from trilane.readers.safetensors import open_safetensors
 
 SHARED, OTHER_EXPERTS, ALL_ELSE = SORTS = ("shared experts", "other experts", "all else")
@@ -33,6 +34,7 @@ _PREDICTION = re.compile(r"^mtp\.|\.mtp\.")
 def open_model(path: str | Path) -> ModelFiles:
     """Open a GGUF file, a safetensors file or the folder of one of the two, whichever it is."""
     given = Path(path)
+    refuse_other(given)
     is_gguf = given.suffix.lower() == ".gguf" or (given.is_dir() and any(given.glob("*.gguf")))
     return open_gguf(given) if is_gguf else open_safetensors(given)
 

@@ -11,7 +11,8 @@ import difflib
 import re
 import reprlib
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from dataclasses import replace
+from typing import Any, Literal, get_args, get_origin
 
 from pydantic import BaseModel, ValidationError
 from pydantic_core import PydanticCustomError
@@ -87,7 +88,23 @@ def find_problems(
             found.setdefault(problem.path, problem)
         taken = [_take_out(left, detail["loc"]) for detail in details]
         more = _look_again(model, left) if any(taken) else None
+    for path, rivals in _wrong_rivals(model, sections, found):
+        found[path] = replace(found[path], message=f"{found[path].message} {rivals}")
     return list(found.values()), left
+
+
+def _wrong_rivals(model: Model, sections: Mapping[str, Any], found: Mapping[str, Problem]) -> Iterator[tuple[str, str]]:
+    """Of options that exclude each other, those that are wrong themselves, and what stands beside each.
+
+    The rule is not asked where one of them is wrong, and would be met only once that is right.
+    """
+    for name, options in sections.items():
+        rivals = getattr(section_of(model, name), "one_of", ())
+        given = [one for one in rivals if isinstance(options, Mapping) and options.get(one) is not None]
+        for one in given:
+            if len(given) > 1 and f"{name}.{one}" in found and "keep one of them" not in found[f"{name}.{one}"].message:
+                others = " and ".join(f"{name}.{other}" for other in given if other != one)
+                yield f"{name}.{one}", f"It stands beside {others}: keep one of them."
 
 
 def _look_again(model: Model, sections: Mapping[str, Any]) -> ValidationError | None:
@@ -143,12 +160,22 @@ def _sentence(model: Model, detail: Any, rule: str) -> str:
         return _unknown_name(model, location)
     if detail["type"] == _RULE:
         return f"{rule}."
+    if detail["type"] == "too_short" and (items := _items(model, location)):
+        rule += f": name one or more of {', '.join(items)}"
     if len(location) == 2 and _may_be_null(model, location):
         rule += " or null"
     hint = _hint(value, detail) if isinstance(value, str) else ""
     if detail["type"] == "model_type" and isinstance(value, list) and any(isinstance(item, Mapping) for item in value):
         hint = " Leave out the dashes."
     return f"is {shown(value)}, but {rule}{_meaning(model, location)}.{hint}"
+
+
+def _items(model: Model, location: Location) -> tuple[str, ...]:
+    """What an option's list may hold, where that is one of a few names."""
+    section = section_of(model, location[0])
+    field = section.model_fields.get(str(location[-1])) if section is not None else None
+    item = get_args(field.annotation)[:1] if field is not None else ()
+    return get_args(item[0]) if item and get_origin(item[0]) is Literal else ()
 
 
 def _hint(text: str, detail: Any) -> str:
