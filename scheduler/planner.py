@@ -12,14 +12,14 @@ from __future__ import annotations
 from trilane.cost import Loads, write_terms
 from trilane.eviction import advance_clock, count_hint, release_step, score_if_used
 from trilane.expert import CPU, HIT, STREAM, ZERO_COPY, decision, first_shard_of
-from trilane.followers import follow_step
 from trilane.link_order import Step, sum_sizes
 from trilane.lookup import look_again, look_up, weigh_experts
+from trilane.neighbours import follow_step
 from trilane.placement import place_missing
 from trilane.plan import NUM_COPIES, NUM_MISSING, NUM_RUNS, NUM_UNPLACED
 from trilane.residency import NO_PRICE, empty_slot, reserve_slot, slot_price, take_slots
 from trilane.split import choose_split, learn_scatter
-from trilane.wanted import best_wanted, drop_coming, drop_wanted, has_victim, list_coming, want_expert, want_followers
+from trilane.wanted import best_wanted, drop_coming, drop_wanted, has_victim, list_coming, want_expert, want_foretold
 
 
 @decision
@@ -76,7 +76,7 @@ def plan_step(state, geometry, rates, options, layer, experts, rows, num_experts
         look_up(state, geometry, step, work)
     missing = _clear_counts(geometry, step, work)
     if missing > 0:
-        if state.follower.shape[1] > 0 and not is_wave:
+        if state.past.shape[2] > 0 and not is_wave:
             weigh_experts(state, geometry, layer, experts, num_experts, work.worth, work.reuse)
         split = choose_split(state, geometry, rates, options, step, work)
         place_missing(state, geometry, options, step, work, split)
@@ -171,12 +171,12 @@ def learn_step(state, geometry, options, layer, experts, num_experts):
 
     It changes scores and what is wanted, never residency, so it can run while the plan is carried out.
     """
-    if state.follower.shape[1] > 0:
+    if state.past.shape[2] > 0:
         follow_step(state, geometry, layer, experts, num_experts)
     if options.background:
-        if state.follower.shape[1] > 0:
-            list_coming(state, geometry, layer, experts, num_experts)
-            want_followers(state, geometry, layer, experts, num_experts)
+        if state.past.shape[2] > 0:
+            list_coming(state, geometry, layer)
+            want_foretold(state, geometry, layer)
         for i in range(num_experts):
             expert = geometry.first_expert[layer] + experts[i]
             if state.resident[expert] < geometry.num_shards[layer]:

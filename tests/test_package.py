@@ -23,7 +23,7 @@ FOLDERS = {"scheduler": "trilane"} | {name: f"trilane.{name}" for name in ("cpu_
 # The decision files: functions over plain arrays. They know no kernel, no device and no thread.
 DECISIONS = {
     *("expert", "cost", "profile", "plan", "state", "eviction", "residency"),
-    *("followers", "lookup", "link_order", "split", "subsets", "placement", "wanted", "planner", "observed", "guard"),
+    *("neighbours", "lookup", "link_order", "split", "subsets", "placement", "wanted", "planner", "observed", "guard"),
 }
 LEAVES = {"jit", "records", "errors"}
 # Who may import whom, as prefixes of module names below "trilane."; the first rule that fits a module counts.
