@@ -10,7 +10,7 @@ import logging
 from collections.abc import Mapping
 
 from trilane.expert import CPU, LANE_NAMES, STREAM, ZERO_COPY
-from trilane.guard import begin_window, compared_us_per_byte, make_guard
+from trilane.guard import begin_window, make_guard
 from trilane.plan import Options
 
 log = logging.getLogger("trilane")
@@ -84,5 +84,5 @@ class GuardedOptions:
 
     @property
     def _medians(self) -> str:
-        split, alone = (us * 1e6 for us in compared_us_per_byte(self.guard))
-        return f"{alone:.1f} us a missed MB on one lane, {split:.1f} split"
+        split, alone = (1e6 * self.guard.verdict[:2]).tolist()
+        return f"{alone:.1f} us a {'routed' if self.guard.verdict[2] else 'missed'} MB on one lane, {split:.1f} split"

@@ -10,7 +10,7 @@ same results, and time is passed in.
 from __future__ import annotations
 
 from trilane.cost import Loads, write_terms
-from trilane.eviction import advance_clock, count_hint, release_step, score_if_used
+from trilane.eviction import advance_clock, count_hint, push_expert, release_step, remove_expert, score_if_used
 from trilane.expert import CPU, HIT, STREAM, ZERO_COPY, decision, first_shard_of
 from trilane.link_order import Step, sum_sizes
 from trilane.lookup import look_again, look_up, weigh_experts
@@ -19,6 +19,7 @@ from trilane.placement import place_missing
 from trilane.plan import NUM_COPIES, NUM_MISSING, NUM_RUNS, NUM_UNPLACED
 from trilane.residency import NO_PRICE, empty_slot, reserve_slot, slot_price, take_slots
 from trilane.split import choose_split, learn_scatter
+from trilane.state import HELD
 from trilane.wanted import best_wanted, drop_coming, drop_wanted, has_victim, list_coming, want_expert, want_foretold
 
 
@@ -131,14 +132,22 @@ def plan_fills(state, geometry, options, layer, experts, num_experts, clock, wor
     int
         Fills reserved (at most ``options.max_fills``), in ``work.fill_shard``, ``fill_slot``, ``fill_victim``. Each
         must end in `residency.land_fill` or `drop_fill`. The victims are gone at once: a copy may start when no
-        step that read them is under way.
+        step that read them is under way. None of the hinted experts is a victim of another.
     """
     advance_clock(state, clock)
-    count = 0
+    pool, first, count = state.pool_of[layer], geometry.first_expert[layer], 0
     for i in range(num_experts):
-        if experts[i] < 0 or experts[i] >= geometry.first_expert[layer + 1] - geometry.first_expert[layer]:
+        if experts[i] < 0 or experts[i] >= geometry.first_expert[layer + 1] - first:
             raise ValueError("an expert id is outside its layer: drop skipped ids before planning")
+    for i in range(num_experts):
+        if state.heap_pos[first + experts[i]] >= 0:
+            remove_expert(state, pool, first + experts[i])
+    for i in range(num_experts):
         count = _reserve_expert(state, geometry, options, layer, experts[i], work, count)
+    for i in range(num_experts):
+        expert = first + experts[i]
+        if state.heap_pos[expert] < 0 and state.resident[expert] > 0 and state.flags[expert] & HELD == 0:
+            push_expert(state, pool, expert)
     return count
 
 
@@ -154,7 +163,7 @@ def _reserve_expert(state, geometry, options, layer, id_, work, count):
         if state.slot_of[shard] != -1:
             continue
         if not hinted and slot_price(state, pool) < value:
-            count_hint(state, pool, expert)  # before any victim is taken: it must not be its own
+            count_hint(state, pool, expert)
             hinted = True
         if count >= min(options.max_fills, work.fill_slot.size) or slot_price(state, pool) >= value:
             break
