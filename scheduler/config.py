@@ -119,7 +119,7 @@ class CacheConfig(_Section):
         description="steps after which a use counts half (decayed_frequency, predicted)",
     )
     prediction: float = Field(
-        default=4.0,
+        default=2.0,
         ge=0,
         le=1000,
         allow_inf_nan=False,

@@ -262,7 +262,15 @@ class Replay:
         next_use: NDArray[np.float64] | None = None,
     ) -> tuple[NDArray[np.float64], NDArray[np.float64]] | None:
         """Sums and the us of each step; None where a step found no slot."""
-        run = make_run(self._events, self.geometry, state, options, gap_us=self.machine.gap_us, resumes=self.machine.resumes_fills, next_use=next_use)
+        run = make_run(
+            self._events,
+            self.geometry,
+            state,
+            options,
+            gap_us=self.machine.gap_us,
+            resumes=self.machine.resumes_fills,
+            next_use=next_use,
+        )
         stop = len(self._events.kind)
         if run_events(run, self.rates, 0, stop, progress)[1] != 0:
             return None

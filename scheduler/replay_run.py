@@ -3,8 +3,8 @@
 Times are the cost model's at the rates that are passed in. Fills that the trace hints at land as far as the link's
 idle time between two layers goes; those of the policy use that and what a step leaves idle, and one that does not end
 in it goes on in the next. On the host device they have the time between two layers alone, and one that does not fit is
-not begun: what is not there when a step comes gives its slot back. In a verifying run what landed is what the trace says, and plans are compared with its
-hashes.
+not begun: what is not there when a step comes gives its slot back. In a verifying run what landed is what the trace
+says, and plans are compared with its hashes.
 """
 
 from __future__ import annotations

@@ -148,7 +148,7 @@ def make_state(
     pool: str = "shared",
     eviction: str = "lru",
     half_life_steps: float = 16.0,
-    prediction: float = 4.0,
+    prediction: float = 2.0,
 ) -> State:
     """An empty cache.
 

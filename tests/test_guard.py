@@ -5,7 +5,17 @@ from plan_cases import H200
 from test_observed import Device, best_us
 
 from trilane.expert import STREAM
-from trilane.guard import BLOCK, BLOCKS, FIRST_PERIOD, LONGEST_PERIOD, TURN, WINDOW, begin_window, guard_step, make_guard
+from trilane.guard import (
+    BLOCK,
+    BLOCKS,
+    FIRST_PERIOD,
+    LONGEST_PERIOD,
+    TURN,
+    WINDOW,
+    begin_window,
+    guard_step,
+    make_guard,
+)
 
 
 def test_a_split_that_costs_more_than_it_saves_is_left_and_taken_up_again():

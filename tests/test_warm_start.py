@@ -387,8 +387,8 @@ def fresh_state(runner, **cache):
     "change",
     [
         {"worth": "nan"}, {"worth": "negative"}, {"worth": "huge"}, {"worth": "short"}, {"half_life_steps": 0.0},
-        {"half_life_steps": float("inf")}, {"past": 7}, {"past": 31}, {"past": "short"}, {"factors": [1.0] * 3}, {"is_resident": 0},
-        {"factors": [1.0, np.nan, 1.0, 1.0]}, {"factors": [1.0, 1.0, 100.0, 1.0]},
+        {"half_life_steps": float("inf")}, {"past": 7}, {"past": 31}, {"past": "short"}, {"is_resident": 0},
+        {"factors": [1.0] * 3}, {"factors": [1.0, np.nan, 1.0, 1.0]}, {"factors": [1.0, 1.0, 100.0, 1.0]},
     ],
     ids=str,
 )  # fmt: skip
