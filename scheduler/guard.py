@@ -4,7 +4,7 @@ What the cost model does not know (a lane that slows another down, a throttled c
 alone. So now and then steps take turns: a few split as planned, the next few with all misses on one lane. There, times
 are compared per missed byte, so that a step with more misses proves nothing, and by their medians, so that one step
 that was held up proves nothing either. But a lane can serve misses sooner and bring more of them, since lanes fill
-slots differently. So who wins a window is only on trial: all steps, those without misses too, are added up in blocks,
+slots differently. So who wins two windows in a row is only on trial: all steps, those without misses too, are added up in blocks,
 and a lane goes on only while its blocks take less per routed byte than those of the splits before it. Windows become
 rare while nothing changes. This file plans nothing and reads no clock.
 """
@@ -41,6 +41,8 @@ class Guard(NamedTuple):
         The lane that serves all misses outside of windows; 0 while plans split them.
     tried : int64 (1,)
         The lane that the window compares with; 0 outside of one.
+    candidate : int64 (1,)
+        The lane that won the last window and must win the next one too; else 0.
     left, period : int64 (1,)
         Steps with misses until the window is due (0: `begin_window` may be called) or ends; between two windows.
     us_per_byte : float64 (2, EACH)
@@ -63,6 +65,7 @@ class Guard(NamedTuple):
     lanes: NDArray[np.int64]
     lane: NDArray[np.int64]
     tried: NDArray[np.int64]
+    candidate: NDArray[np.int64]
     left: NDArray[np.int64]
     period: NDArray[np.int64]
     us_per_byte: NDArray[np.float64]
@@ -83,6 +86,7 @@ def make_guard(lanes: int) -> Guard:
         lanes=np.full(1, lanes, np.int64),
         lane=np.zeros(1, np.int64),
         tried=np.zeros(1, np.int64),
+        candidate=np.zeros(1, np.int64),
         left=np.full(1, FIRST_PERIOD, np.int64),
         period=np.full(1, FIRST_PERIOD, np.int64),
         us_per_byte=np.zeros((2, EACH)),
@@ -182,9 +186,12 @@ def begin_window(guard, lane):
     Parameters
     ----------
     lane : int
-        The single lane that splits are compared with; where one lane serves all misses already, it is that.
+        The single lane that splits are compared with; where one lane serves all misses already, or won the window
+        before, it is that.
     """
     guard.tried[0] = guard.lane[0] if guard.lane[0] != 0 else lane
+    if guard.candidate[0] != 0:
+        guard.tried[0] = guard.candidate[0]
     guard.left[0] = WINDOW
     _empty_block(guard)
     guard.steps[:] = 0
@@ -223,16 +230,22 @@ def _median(guard, way):
 
 @decision
 def _judge(guard):
-    """End the window: keep the way unless the other was clearly better."""
+    """End the window: keep the way unless the other was clearly better, a lane in two windows.
+
+    Between the two, splits fill all their blocks anew: what a lane is judged by is as new as what it won.
+    """
     split, alone, tried = _median(guard, 0), _median(guard, 1), guard.tried[0]
     is_split = guard.lane[0] == 0
     better = alone < split * MARGIN and guard.num_blocks[0] >= BLOCKS if is_split else split < alone * MARGIN
+    is_first = better and is_split and guard.candidate[0] == 0
+    guard.candidate[0] = tried if is_first else 0
     if not better:
         guard.period[0] = min(LONGEST_PERIOD, 2 * guard.period[0])
     elif not is_split:
         guard.period[0] = FIRST_PERIOD
-    guard.tried[0], guard.left[0] = 0, guard.period[0]
+    guard.tried[0], guard.left[0] = 0, FIRST_PERIOD if is_first else guard.period[0]
     _empty_block(guard)
-    if better:
+    if better and not is_first:
         _take(guard, tried if is_split else 0, split, alone, 0.0)
-    return better
+        return True
+    return False

@@ -61,8 +61,12 @@ class GuardedOptions:
     def begin_window(self, single_lane_us: Mapping[str, float], num_shards: int, num_slots: int) -> None:
         """Compare with a single lane: the best first, by its predicted us of a step like those to come.
 
-        The others have their turn too: predictions that mislead splits mislead here as well.
+        The others have their turn too: predictions that mislead splits mislead here as well. A lane that won the last
+        window has the next one too.
         """
+        if self.guard.candidate[0] != 0:
+            begin_window(self.guard, int(self.guard.candidate[0]))
+            return
         lanes = [lane for lane in (STREAM, ZERO_COPY, CPU) if self._options.lanes >> lane & 1]
         lanes = [lane for lane in lanes if lane != STREAM or num_shards <= num_slots]
         if self._had.issuperset(lanes):
