@@ -4,9 +4,9 @@ What the cost model does not know (a lane that slows another down, a throttled c
 alone. So now and then steps take turns: a few split as planned, the next few with all misses on one lane. There, times
 are compared per missed byte, so that a step with more misses proves nothing, and by their medians, so that one step
 that was held up proves nothing either. But a lane can serve misses sooner and bring more of them, since lanes fill
-slots differently. So who wins two windows in a row is only on trial: all steps, those without misses too, are added up in blocks,
-and a lane goes on only while its blocks take less per routed byte than those of the splits before it. Windows become
-rare while nothing changes. This file plans nothing and reads no clock.
+slots differently. So who wins two windows in a row is only on trial: all steps, those without misses too, are added
+up in blocks, and a lane goes on only while its blocks take less per routed byte than those of the splits before it.
+Windows become rare while nothing changes. This file plans nothing and reads no clock.
 """
 
 from __future__ import annotations

@@ -118,7 +118,7 @@ def test_no_lane_is_tried_before_there_is_something_to_compare_it_with():
 
 
 def test_a_lane_must_win_two_windows_in_a_row():
-    """One that was won by chance is followed by another of the same lane soon, and the lane is forgotten if it loses."""
+    """One that was won by chance is followed by another of the same lane soon, which it loses."""
     guard, wins = make_guard(14), [True, False]
     tried = []
     for _ in range(2 * (FIRST_PERIOD + WINDOW)):
