@@ -118,7 +118,7 @@ class CacheConfig(_Section):
         description="steps after which a use counts half (decayed_frequency, predicted)",
     )
     prediction: float = Field(
-        default=4.0,
+        default=2.0,
         ge=0,
         le=1000,
         allow_inf_nan=False,
@@ -172,7 +172,7 @@ class PolicyConfig(_Section):
         default=False, description="let what lanes took move the rates that plans are made with (host device)"
     )
     guard: bool = Field(
-        default=False,
+        default=True,
         description="compare splits with each single lane now and then, and keep the faster (host device)",
     )
     background: bool = Field(

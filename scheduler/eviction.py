@@ -3,7 +3,7 @@
 All shards of an expert are used together, so experts are ordered and not shards. A score only changes when its
 expert is used: LRU keeps the clock of the last use; decayed frequency adds a *growing* unit for each use, which
 orders experts as the decaying sum would without touching the others; "predicted" adds to that what the experts
-which were just used foretell (`followers`). Ties go to the lower expert key, so that
+which were just used foretell (`neighbours`). Ties go to the lower expert key, so that
 the order never depends on history. This file moves no slots.
 """
 

@@ -10,7 +10,7 @@ import logging
 from collections.abc import Mapping
 
 from trilane.expert import CPU, LANE_NAMES, STREAM, ZERO_COPY
-from trilane.guard import begin_window, compared_us_per_byte, make_guard
+from trilane.guard import begin_window, make_guard
 from trilane.plan import Options
 
 log = logging.getLogger("trilane")
@@ -61,8 +61,12 @@ class GuardedOptions:
     def begin_window(self, single_lane_us: Mapping[str, float], num_shards: int, num_slots: int) -> None:
         """Compare with a single lane: the best first, by its predicted us of a step like those to come.
 
-        The others have their turn too: predictions that mislead splits mislead here as well.
+        The others have their turn too: predictions that mislead splits mislead here as well. A lane that won the last
+        window has the next one too.
         """
+        if self.guard.candidate[0] != 0:
+            begin_window(self.guard, int(self.guard.candidate[0]))
+            return
         lanes = [lane for lane in (STREAM, ZERO_COPY, CPU) if self._options.lanes >> lane & 1]
         lanes = [lane for lane in lanes if lane != STREAM or num_shards <= num_slots]
         if self._had.issuperset(lanes):
@@ -84,5 +88,5 @@ class GuardedOptions:
 
     @property
     def _medians(self) -> str:
-        split, alone = (us * 1e6 for us in compared_us_per_byte(self.guard))
-        return f"{alone:.1f} us a missed MB on one lane, {split:.1f} split"
+        split, alone = (1e6 * self.guard.verdict[:2]).tolist()
+        return f"{alone:.1f} us a {'routed' if self.guard.verdict[2] else 'missed'} MB on one lane, {split:.1f} split"

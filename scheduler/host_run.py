@@ -18,7 +18,7 @@ from trilane.cpu_kernels.float_env import call_exactly
 from trilane.cpu_kernels.host_workspace import Part, Workspace
 from trilane.cpu_kernels.jobs import ENDED, job_error, post_job, wait_job
 from trilane.cpu_kernels.words import Combine, DeviceJob, LinkJob, Publish, TeamJob
-from trilane.expert import CPU, STREAM, Geometry
+from trilane.expert import CPU, HIT, STREAM, Geometry
 from trilane.guard import Guard, guard_step
 from trilane.host_step import CPU_NS, Tables, lay_out_step, point_rows, set_combine, set_publish
 from trilane.jit import compiled
@@ -229,7 +229,7 @@ def close_step(run):
         missed = 0.0
         for lane in range(STREAM, CPU + 1):
             missed += run.work.lane_nbytes[lane]
-        step[Step.SWITCHED] |= guard_step(run.guard, missed, step_us)
+        step[Step.SWITCHED] |= guard_step(run.guard, missed, missed + run.work.lane_nbytes[HIT], step_us)
     return DONE
 
 

@@ -7,9 +7,9 @@ from __future__ import annotations
 
 from trilane.eviction import count_use, hold_expert
 from trilane.expert import HIT, SKIP, UNPLACED, decision
-from trilane.followers import ONE
+from trilane.neighbours import ONE, rate_near, starts_pass
 from trilane.residency import NO_PRICE, empty_slot, slot_price
-from trilane.state import HELD, INDEX, MOST_FOLLOWED
+from trilane.state import INDEX, MOST_FOLLOWED
 
 
 @decision(inline=True)
@@ -56,22 +56,16 @@ def look_up(state, geometry, step, work):
 
 @decision
 def weigh_experts(state, geometry, layer, experts, num_experts, worth, reuse):
-    """What the experts are worth with what this step itself foretells (`followers` tells the scores later)."""
+    """What the experts are worth with what is foretold for after this step (scores are told later)."""
     if num_experts > MOST_FOLLOWED:
         return
-    first = geometry.first_expert[layer]
+    passes = 2 if starts_pass(state, geometry, layer, state.clock[0]) else 1  # after the likest ones of the step before
+    unit = state.unit[0] * state.prediction / ONE
     for i in range(num_experts):
-        row = (first + experts[i]) & INDEX
-        for j in range(state.follower.shape[1]):  # without branches
-            follower = int(state.follower[row, j])
-            is_held = int(state.flags[(first + follower) & INDEX]) & HELD
-            state.tally[follower] += int(state.follow_rate[row, j]) * is_held
-    unit = state.unit[0] * state.prediction / (ONE * max(1, num_experts))
-    for i in range(num_experts):
-        expert = (first + experts[i]) & INDEX
-        worth[i] += state.tally[experts[i]] * unit - float(state.boost[expert]) * state.boost_unit[layer]
+        expert = (geometry.first_expert[layer] + experts[i]) & INDEX
+        rate = rate_near(state, layer, int(experts[i]), passes)
+        worth[i] += rate * unit - float(state.boost[expert]) * state.boost_unit[layer]
         reuse[i] = worth[i]
-        state.tally[experts[i]] = 0
 
 
 @decision(inline=True)

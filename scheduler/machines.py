@@ -50,6 +50,11 @@ class ReplayMachine:
     source: str
     in_place_by_expert: bool = False
 
+    @property
+    def resumes_fills(self) -> bool:
+        """Whether a background fill goes on while steps run: the host device's gives way to each and is given up."""
+        return bool(self.profile.machine.gpu)
+
     def rates(self, shard_nbytes: Sequence[int]) -> Rates:
         """The cost model's constants for experts of such shards."""
         profile = self.profile

@@ -11,16 +11,17 @@ from __future__ import annotations
 
 from trilane.cost import Loads, write_terms
 from trilane.demotion import demote_hits
-from trilane.eviction import advance_clock, count_hint, release_step, score_if_used
+from trilane.eviction import advance_clock, count_hint, push_expert, release_step, remove_expert, score_if_used
 from trilane.expert import CPU, HIT, STREAM, ZERO_COPY, decision, first_shard_of
-from trilane.followers import follow_step
 from trilane.link_order import Step, sum_sizes
 from trilane.lookup import look_again, look_up, weigh_experts
+from trilane.neighbours import follow_step
 from trilane.placement import place_missing
 from trilane.plan import NUM_COPIES, NUM_MISSING, NUM_RUNS, NUM_UNPLACED
 from trilane.residency import NO_PRICE, empty_slot, reserve_slot, slot_price, take_slots
 from trilane.split import choose_split, learn_scatter
-from trilane.wanted import best_wanted, drop_coming, drop_wanted, has_victim, list_coming, want_expert, want_followers
+from trilane.state import HELD
+from trilane.wanted import best_wanted, drop_coming, drop_wanted, has_victim, list_coming, want_expert, want_foretold
 
 
 @decision
@@ -78,7 +79,7 @@ def plan_step(state, geometry, rates, options, layer, experts, rows, num_experts
         demote_hits(rates, options, geometry, step, work)
     missing = _clear_counts(geometry, step, work)
     if missing > 0:
-        if state.follower.shape[1] > 0 and not is_wave:
+        if state.past.shape[2] > 0 and not is_wave:
             weigh_experts(state, geometry, layer, experts, num_experts, work.worth, work.reuse)
         split = choose_split(state, geometry, rates, options, step, work)
         place_missing(state, geometry, options, step, work, split)
@@ -133,14 +134,22 @@ def plan_fills(state, geometry, options, layer, experts, num_experts, clock, wor
     int
         Fills reserved (at most ``options.max_fills``), in ``work.fill_shard``, ``fill_slot``, ``fill_victim``. Each
         must end in `residency.land_fill` or `drop_fill`. The victims are gone at once: a copy may start when no
-        step that read them is under way.
+        step that read them is under way. None of the hinted experts is a victim of another.
     """
     advance_clock(state, clock)
-    count = 0
+    pool, first, count = state.pool_of[layer], geometry.first_expert[layer], 0
     for i in range(num_experts):
-        if experts[i] < 0 or experts[i] >= geometry.first_expert[layer + 1] - geometry.first_expert[layer]:
+        if experts[i] < 0 or experts[i] >= geometry.first_expert[layer + 1] - first:
             raise ValueError("an expert id is outside its layer: drop skipped ids before planning")
+    for i in range(num_experts):
+        if state.heap_pos[first + experts[i]] >= 0:
+            remove_expert(state, pool, first + experts[i])
+    for i in range(num_experts):
         count = _reserve_expert(state, geometry, options, layer, experts[i], work, count)
+    for i in range(num_experts):
+        expert = first + experts[i]
+        if state.heap_pos[expert] < 0 and state.resident[expert] > 0 and state.flags[expert] & HELD == 0:
+            push_expert(state, pool, expert)
     return count
 
 
@@ -156,7 +165,7 @@ def _reserve_expert(state, geometry, options, layer, id_, work, count):
         if state.slot_of[shard] != -1:
             continue
         if not hinted and slot_price(state, pool) < value:
-            count_hint(state, pool, expert)  # before any victim is taken: it must not be its own
+            count_hint(state, pool, expert)
             hinted = True
         if count >= min(options.max_fills, work.fill_slot.size) or slot_price(state, pool) >= value:
             break
@@ -173,12 +182,12 @@ def learn_step(state, geometry, options, layer, experts, num_experts):
 
     It changes scores and what is wanted, never residency, so it can run while the plan is carried out.
     """
-    if state.follower.shape[1] > 0:
+    if state.past.shape[2] > 0:
         follow_step(state, geometry, layer, experts, num_experts)
     if options.background:
-        if state.follower.shape[1] > 0:
-            list_coming(state, geometry, layer, experts, num_experts)
-            want_followers(state, geometry, layer, experts, num_experts)
+        if state.past.shape[2] > 0:
+            list_coming(state, geometry, layer)
+            want_foretold(state, geometry, layer)
         for i in range(num_experts):
             expert = geometry.first_expert[layer] + experts[i]
             if state.resident[expert] < geometry.num_shards[layer]:

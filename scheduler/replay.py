@@ -278,7 +278,15 @@ class Replay:
         next_use: NDArray[np.float64] | None = None,
     ) -> tuple[NDArray[np.float64], NDArray[np.float64]] | None:
         """Sums and the us of each step; None where a step found no slot."""
-        run = make_run(self._events, self.geometry, state, options, gap_us=self.machine.gap_us, next_use=next_use)
+        run = make_run(
+            self._events,
+            self.geometry,
+            state,
+            options,
+            gap_us=self.machine.gap_us,
+            resumes=self.machine.resumes_fills,
+            next_use=next_use,
+        )
         stop = len(self._events.kind)
         if run_events(run, self.rates, 0, stop, progress)[1] != 0:
             return None
@@ -312,6 +320,7 @@ def make_run(
     options: Options,
     *,
     gap_us: float = 0.0,
+    resumes: bool = True,
     clock: int = 0,
     verify: bool = False,
     next_use: NDArray[np.float64] | None = None,
@@ -335,6 +344,7 @@ def make_run(
         left_us=np.zeros(1),
         next_use=np.zeros(0) if next_use is None else next_use,
         gap_us=float(gap_us),
+        resumes=bool(resumes),
         verify=verify,
     )
 

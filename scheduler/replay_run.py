@@ -2,8 +2,9 @@
 
 Times are the cost model's at the rates that are passed in. Fills that the trace hints at land as far as the link's
 idle time between two layers goes; those of the policy use that and what a step leaves idle, and one that does not end
-in it goes on in the next. In a verifying run what landed is what the trace says, and plans are compared with its
-hashes.
+in it goes on in the next. On the host device they have the time between two layers alone, and one that does not fit is
+not begun: what is not there when a step comes gives its slot back. In a verifying run what landed is what the trace
+says, and plans are compared with its hashes.
 """
 
 from __future__ import annotations
@@ -88,6 +89,7 @@ class ReplayRun(NamedTuple):
     left_us: np.ndarray  # float64 (1,): link time that the policy's own fill still takes
     next_use: np.ndarray  # float64 (entries,): the scores of those who know the future; else empty
     gap_us: float
+    resumes: bool  # whether the policy's own fills use idle link time within steps too, and go on after them
     verify: bool
 
 
@@ -214,6 +216,8 @@ def _fill_background(run, rates):
         if now[Now.BACKGROUND_SLOT] < 0:
             if idle[0] < _shard_us(run, rates):  # what is fetched ahead is of use only if it is there in time
                 run.state.num_coming[0] = 0
+                if not run.resumes:
+                    return
             if plan_background(run.state, run.geometry, run.options, 1, run.fill_work) == 0:
                 return
             _count_victims(run, 1)
@@ -279,7 +283,7 @@ def _run_step(run, rates, event):
     _account(run)
     learn_step(run.state, run.geometry, run.options, run.now[Now.LAYER], run.grouping.experts, run.now[Now.NUM_EXPERTS])
     run.idle_us[0] = run.gap_us
-    if run.options.background and not run.verify:
+    if run.options.background and run.resumes and not run.verify:
         run.idle_us[0] += _idle_us(run, rates)
     while run.now[Now.WAITING] > 0 and not run.verify:
         if not _plan_more(run, rates):

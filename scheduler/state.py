@@ -7,7 +7,7 @@ Plain arrays in a NamedTuple, so that compiled code and plain Python share them.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -20,9 +20,9 @@ DECAYED_FREQUENCY = 1
 PREDICTED = 2
 GIVEN = 3  # scores are set from outside, as a replay that knows the future does; no configuration has it
 EVICTIONS = ("lru", "decayed_frequency", "predicted", "given")
-NUM_FOLLOWERS, NUM_AHEAD = 10, 6  # so many of an expert's likeliest followers are remembered, and of the next layer
-NUM_WIDE_FOLLOWERS, NUM_WIDE_AHEAD = 6, 4  # the same where ids of a layer need two bytes
-MOST_FOLLOWED = 16  # steps of more experts neither teach nor predict: all follow all
+NUM_PAST, NUM_NEAR = 256, 8  # so many passes are remembered, and so many of the likest foretell what comes
+WORD = 32  # experts in a word of bits
+MOST_FOLLOWED = 16  # steps of more experts neither teach nor predict: all passes are alike
 NUM_WANTED = 8
 NUM_COMING = 8
 POOLS = ("shared", "layer")
@@ -61,17 +61,21 @@ class State(NamedTuple):
         units.
     flags : uint8 (experts,)
         HELD, HINTED, RAISED.
-    follower : uint8 or uint16 (experts, NUM_FOLLOWERS), follow_rate : uint8 (experts, NUM_FOLLOWERS)
-        Experts of the layer that were used in the pass after this one, and how often of late in 256ths (0: no entry).
-        No columns unless ``eviction`` is PREDICTED.
-    ahead : uint8 or uint16 (experts, NUM_AHEAD), ahead_rate : uint8 (experts, NUM_AHEAD)
-        The same of the experts of the next layer that were used right after this one.
+    past : uint32 (layers, words, NUM_PAST or 0)
+        Which experts of a layer were used in each of the last passes: bit ``id % WORD`` of word ``id // WORD``; none
+        where the step was not seen or had too many. No passes unless ``eviction`` is PREDICTED.
+    row : int64 (1,)
+        The column of the pass under way; the one behind it is the oldest (round the end).
+    last_layer, last_clock : int64 (1,)
+        Layer and clock of the last step that was learned from.
+    alike : int32 (NUM_PAST,)
+        How like the pass under way is to each of the last ones; 0 of itself.
+    near, near_rate : int32 (NUM_NEAR,), num_near : int64 (1,)
+        Columns of the likest passes, and their weights in 256ths.
     tally : int32 (most experts of a layer,)
         Scratch by id in a layer; all 0 between calls.
     boost : uint16 (experts,), boost_unit : float64 (layers,)
-        Rates with which the layer's last experts foretell this one, summed; what 1 of it adds to a score.
-    last_experts : int32 (layers, MOST_FOLLOWED), num_last : int64 (layers,), last_clock : int64 (layers,)
-        The layer's last step (no experts if it had too many) and when it was.
+        The rate in 256ths with which these passes foretell the expert; what 1 of it adds to a score.
     coming : int32 (NUM_COMING,), coming_score : float64 (NUM_COMING,), num_coming : int64 (1,)
         Experts of the next layer which miss shards and are likely to be used, best first, and what they are worth.
     scatter : float64 (1,)
@@ -109,16 +113,17 @@ class State(NamedTuple):
     heap_size: NDArray[np.int64]
     score: NDArray[np.float64]
     flags: NDArray[np.uint8]
-    follower: NDArray[Any]
-    follow_rate: NDArray[np.uint8]
-    ahead: NDArray[Any]
-    ahead_rate: NDArray[np.uint8]
+    past: NDArray[np.uint32]
+    row: NDArray[np.int64]
+    last_layer: NDArray[np.int64]
+    last_clock: NDArray[np.int64]
+    alike: NDArray[np.int32]
+    near: NDArray[np.int32]
+    near_rate: NDArray[np.int32]
+    num_near: NDArray[np.int64]
     tally: NDArray[np.int32]
     boost: NDArray[np.uint16]
     boost_unit: NDArray[np.float64]
-    last_experts: NDArray[np.int32]
-    num_last: NDArray[np.int64]
-    last_clock: NDArray[np.int64]
     coming: NDArray[np.int32]
     coming_score: NDArray[np.float64]
     num_coming: NDArray[np.int64]
@@ -143,7 +148,7 @@ def make_state(
     pool: str = "shared",
     eviction: str = "lru",
     half_life_steps: float = 16.0,
-    prediction: float = 4.0,
+    prediction: float = 2.0,
 ) -> State:
     """An empty cache.
 
@@ -173,9 +178,7 @@ def make_state(
     half_life = half_life_steps * layers
     num_experts = int(geometry.first_expert[-1])
     largest = int(np.diff(geometry.first_expert).max())
-    id_type = np.uint8 if largest <= 256 else np.uint16
-    columns = (NUM_FOLLOWERS, NUM_AHEAD) if largest <= 256 else (NUM_WIDE_FOLLOWERS, NUM_WIDE_AHEAD)
-    followers, ahead = ((num_experts, k if eviction == "predicted" else 0) for k in columns)
+    passes = NUM_PAST if eviction == "predicted" else 0
     certain = 1.0 / (1.0 - 2.0 ** (-1.0 / half_life_steps))  # uses of late of an expert that every pass uses
     return State(
         slot_of=np.full(int(geometry.first_shard[-1]), -1, np.int32),
@@ -195,16 +198,17 @@ def make_state(
         heap_size=np.zeros(len(slots), np.int64),
         score=np.zeros(num_experts, np.float64),
         flags=np.zeros(num_experts, np.uint8),
-        follower=np.zeros(followers, id_type),
-        follow_rate=np.zeros(followers, np.uint8),
-        ahead=np.zeros(ahead, id_type),
-        ahead_rate=np.zeros(ahead, np.uint8),
+        past=np.zeros((layers, -(-largest // WORD), passes), np.uint32),
+        row=np.full(1, NUM_PAST - 1),
+        last_layer=np.zeros(1, np.int64),
+        last_clock=np.zeros(1, np.int64),
+        alike=np.zeros(NUM_PAST, np.int32),
+        near=np.zeros(NUM_NEAR, np.int32),
+        near_rate=np.zeros(NUM_NEAR, np.int32),
+        num_near=np.zeros(1, np.int64),
         tally=np.zeros(largest, np.int32),
         boost=np.zeros(num_experts, np.uint16),
         boost_unit=np.zeros(layers, np.float64),
-        last_experts=np.zeros((layers, MOST_FOLLOWED), np.int32),
-        num_last=np.zeros(layers, np.int64),
-        last_clock=np.zeros(layers, np.int64),
         coming=np.zeros(NUM_COMING, np.int32),
         coming_score=np.zeros(NUM_COMING, np.float64),
         num_coming=np.zeros(1, np.int64),
@@ -249,21 +253,26 @@ def check(state: State, geometry: Geometry) -> None:
     _check_pools(state, geometry)
     for p in range(len(state.heap_size)):
         _check_heap(state, geometry, p)
-    _check_followers(state, geometry)
+    _check_past(state, geometry)
     assert state.unit[0] > 0 and np.isfinite(state.unit[0]), f"unit {state.unit[0]}"
     assert np.isfinite(state.score).all() and (state.score >= 0).all(), "a score is negative or not finite"
 
 
-def _check_followers(state: State, geometry: Geometry) -> None:
-    """What is remembered of followers names experts of the layer; a boost is in a score where the flag says so."""
-    counts = np.diff(geometry.first_expert)
-    following = np.roll(counts, -1)
-    for ids, most in ((state.follower, counts), (state.ahead, following)):  # those of rate 0 are looked up too
-        assert (ids < most[geometry.layer_of][:, None]).all(), "a follower is outside its layer"
+def _check_past(state: State, geometry: Geometry) -> None:
+    """What is remembered of passes names experts of the layer; a boost is in a score where the flag says so."""
+    for layer, count in enumerate(np.diff(geometry.first_expert).tolist()):
+        beyond = state.past[layer].copy()
+        beyond[: count // WORD] = 0
+        beyond[count // WORD : count // WORD + 1] >>= count % WORD
+        assert not beyond.any(), "a past expert is outside its layer"
+    assert 0 <= state.row[0] < NUM_PAST and (0 <= state.near).all() and (state.near < NUM_PAST).all(), "a pass is none"
+    assert 0 <= state.num_near[0] <= NUM_NEAR, f"num_near {state.num_near}"
+    rates = state.near_rate[: state.num_near[0]]
+    assert (state.near_rate >= 0).all() and rates.sum() <= 256, f"rates of the likest passes {rates}"
+    assert 0 <= state.last_layer[0] < geometry.num_layers, f"last layer {state.last_layer}"
+    assert 0 <= state.last_clock[0] <= state.clock[0], "the last step is to come"
+    assert (state.alike >= 0).all() and (state.alike <= MOST_FOLLOWED * 1024).all(), "likeness is out of range"
     assert not state.tally.any(), "the tally is not cleared"
-    assert ((state.num_last >= 0) & (state.num_last <= MOST_FOLLOWED)).all(), f"num_last {state.num_last}"
-    assert ((state.last_experts >= 0) & (state.last_experts < counts[:, None])).all(), "a last expert is outside"
-    assert (state.last_clock >= 0).all() and (state.last_clock <= state.clock[0]).all(), "a last step is to come"
     assert np.isfinite(state.boost_unit).all() and (state.boost_unit >= 0).all(), "a boost is no number"
     assert (state.boost[(state.flags & RAISED) == 0] == 0).all(), "a boost is not in its score"
     assert 0 <= state.scatter[0] <= 1, f"scatter {state.scatter}"

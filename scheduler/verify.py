@@ -18,15 +18,14 @@ from trilane.expert import Geometry, make_geometry
 from trilane.plan import Options
 from trilane.replay import make_run, run_events, trace_events
 from trilane.replay_run import Sum
-from trilane.state import EVICTIONS, MOST_FOLLOWED, NUM_COMING, NUM_WANTED, PREDICTED, State, check, make_state
+from trilane.state import EVICTIONS, NUM_COMING, NUM_NEAR, NUM_PAST, NUM_WANTED, PREDICTED, State, check, make_state
 from trilane.traces.trace import Baseline, Trace
 
 ALL_LANES = 0b1110
 ADDED_OPTIONS = {"by_ratio": False, "background": False, "counts_copies": False}  # what older recordings did
 ADDED_STATE = (
-    "follower", "follow_rate", "ahead", "ahead_rate", "tally", "boost", "boost_unit", "last_experts", "num_last",
-    "last_clock", "coming", "coming_score", "num_coming", "scatter", "wanted", "num_wanted", "prediction",
-    "coming_worth",
+    "past", "row", "last_layer", "last_clock", "alike", "near", "near_rate", "num_near", "tally", "boost", "boost_unit",
+    "coming", "coming_score", "num_coming", "scatter", "wanted", "num_wanted", "prediction", "coming_worth",
 )  # fmt: skip
 CURVE = "zero_copy_us_per_byte"
 KIND_NAMES = {1: "step", 2: "wave", 3: "hint", 4: "end of fills", 6: "choice of fills"}
@@ -173,7 +172,9 @@ def _check_counts(state: State, clock: int) -> None:
         ("clock", np.int64(clock)),
         ("num_wanted", np.int64(NUM_WANTED)),
         ("num_coming", np.int64(NUM_COMING)),
-        ("num_last", np.int64(MOST_FOLLOWED)),
+        ("row", np.int64(NUM_PAST - 1)),
+        ("num_near", np.int64(NUM_NEAR)),
+        ("near", np.int64(NUM_PAST - 1)),
     )
     for name, most in limits:
         values = getattr(state, name)

@@ -7,9 +7,11 @@ Two short lists. An expert of them may have become resident since, or worth less
 from __future__ import annotations
 
 from trilane.expert import decision
-from trilane.followers import GAIN, ONE
+from trilane.neighbours import ONE, rate_near, tally_near
 from trilane.residency import slot_price
-from trilane.state import INDEX, MOST_FOLLOWED
+from trilane.state import INDEX
+
+LIKELY = ONE >> 4  # a rate below which an expert does not count as foretold
 
 
 @decision
@@ -30,18 +32,12 @@ def want_expert(state, expert):
 
 
 @decision
-def want_followers(state, geometry, layer, experts, num_experts):
-    """Want what the step's experts foretell for the next pass, as far as it is worth more than the cheapest victim."""
-    if num_experts > MOST_FOLLOWED:
-        return
-    first, price = geometry.first_expert[layer], slot_price(state, state.pool_of[layer])
-    for k in range(num_experts):
-        row = (first + experts[k]) & INDEX
-        for j in range(state.follower.shape[1]):
-            expert = (first + int(state.follower[row, j])) & INDEX
-            absent = state.resident[expert] < geometry.num_shards[layer]
-            if absent and state.follow_rate[row, j] > 0 and state.score[expert] > price:
-                want_expert(state, expert)
+def want_foretold(state, geometry, layer):
+    """Want what is foretold for the layer's next step, as far as it is worth more than the cheapest victim."""
+    price, num_shards = slot_price(state, state.pool_of[layer]), geometry.num_shards[layer]
+    for expert in range(geometry.first_expert[layer], geometry.first_expert[layer + 1]):
+        if state.boost[expert] > 0 and state.resident[expert] < num_shards and state.score[expert] > price:
+            want_expert(state, expert)
 
 
 @decision(inline=True)
@@ -68,26 +64,20 @@ def drop_wanted(state, place):
 
 
 @decision
-def list_coming(state, geometry, layer, experts, num_experts):
-    """List what of the next layer the step's experts foretell and misses shards, the likeliest first."""
+def list_coming(state, geometry, layer):
+    """List what the likest passes foretell of the next layer and misses shards, the likeliest first."""
     state.num_coming[0] = 0
     after = layer + 1 if layer + 1 < geometry.num_layers else 0
-    if num_experts > MOST_FOLLOWED or num_experts == 0 or after == layer:
+    if state.num_near[0] == 0 or after == layer:
         return
-    own, first = geometry.first_expert[layer], geometry.first_expert[after]
-    for k in range(num_experts):
-        row = (own + experts[k]) & INDEX
-        for j in range(state.ahead.shape[1]):
-            state.tally[state.ahead[row, j]] += state.ahead_rate[row, j]
-    unit = state.unit[0] * state.coming_worth / (ONE * num_experts)
-    for k in range(num_experts):
-        row = (own + experts[k]) & INDEX
-        for j in range(state.ahead.shape[1]):
-            id_ = int(state.ahead[row, j])
-            rate = state.tally[id_]
-            state.tally[id_] = 0
-            if rate > 0 and state.resident[(first + id_) & INDEX] < geometry.num_shards[after]:
-                _insert_coming(state, (first + id_) & INDEX, rate * unit)
+    first, count = geometry.first_expert[after], geometry.first_expert[after + 1] - geometry.first_expert[after]
+    tally_near(state, after, 1 if after == 0 else 0)
+    unit = state.unit[0] * state.coming_worth / ONE
+    for id_ in range(count):
+        rate = state.tally[id_]
+        state.tally[id_] = 0
+        if rate > 0 and state.resident[(first + id_) & INDEX] < geometry.num_shards[after]:
+            _insert_coming(state, (first + id_) & INDEX, rate * unit)
 
 
 @decision(inline=True)
@@ -120,15 +110,9 @@ def has_victim(state, geometry, layer, score):
 
 @decision
 def _is_foretold(state, geometry, layer, expert):
-    """Whether the step before names an expert of the layer among the followers of its own."""
-    before = layer - 1 if layer > 0 else geometry.num_layers - 1
-    id_ = expert - geometry.first_expert[layer]
-    for k in range(state.num_last[before]):
-        row = (geometry.first_expert[before] + state.last_experts[before, k]) & INDEX
-        for j in range(state.ahead.shape[1]):
-            if state.ahead[row, j] == id_ and state.ahead_rate[row, j] >= GAIN:
-                return True
-    return False
+    """Whether the likest passes foretell an expert of the layer whose step is next."""
+    passes = 1 if layer <= state.last_layer[0] else 0
+    return rate_near(state, layer, int(expert - geometry.first_expert[layer]), passes) >= LIKELY
 
 
 @decision

@@ -25,16 +25,15 @@ from trilane.profile import Machine
 from trilane.profile_cache import file_word, machine_name
 from trilane.store import ExpertStore
 from trilane.traces.block_file import pack_arrays, unpack_arrays
-from trilane.warm_start import FOLLOWERS, HotSet, Unusable, check_hot_set
+from trilane.warm_start import HotSet, Unusable, check_hot_set
 from trilane.whole_file import replace_file
 
 MAGIC = b"trilane warm"
-VERSION = 1
+VERSION = 2
 HEAD = struct.Struct("<12sIIQ4x")
 MAX_NBYTES = 1 << 26
-LEVEL = 1  # of zlib: followers are noise to it, the rest packs well at any level
+LEVEL = 1  # of zlib: past passes are noise to it, the rest packs well at any level
 SAMPLES, SAMPLE_NBYTES = 8, 32  # of each expert's bytes, for a model's name
-FOLLOWER_TYPES = (np.dtype(np.uint8), np.dtype(np.uint16))
 
 
 @dataclass(frozen=True)
@@ -130,7 +129,7 @@ def model_digest(store: ExpertStore) -> str:
 def encode(hot: HotSet, model: str, machine: str) -> bytes:
     """A hot set as it stands in a file."""
     values = {"model": model, "machine": machine, "half_life_steps": hot.half_life_steps, "profile": hot.profile}
-    arrays: dict[str, np.ndarray] = {"resident": np.packbits(hot.is_resident), "worth": hot.worth, **hot.followers}
+    arrays: dict[str, np.ndarray] = {"resident": np.packbits(hot.is_resident), "worth": hot.worth, "past": hot.past}
     if hot.factors is not None:
         arrays["factors"] = hot.factors
     payload = pack_arrays(values, arrays)
@@ -160,7 +159,7 @@ def decode(data: bytes, geometry: Geometry, model: str, machine: str) -> HotSet:
         is_resident=np.unpackbits(bits, count=shards).astype(np.bool_),
         worth=_array(arrays, "worth", np.dtype(np.float64), 1),
         half_life_steps=half_life,
-        followers={name: _followers(arrays, name, geometry) for name in FOLLOWERS},
+        past=_array(arrays, "past", np.dtype(np.uint32), 3),
         factors=_array(arrays, "factors", np.dtype(np.float64), 1) if "factors" in arrays else None,
         profile=profile,
     )
@@ -189,13 +188,5 @@ def _unpack(data: bytes) -> tuple[dict[str, object], dict[str, np.ndarray]]:
 def _array(arrays: dict[str, np.ndarray], name: str, kind: np.dtype, dimensions: int) -> np.ndarray:
     found = arrays.get(name)
     if found is None or found.dtype != kind or found.ndim != dimensions:
-        raise Unusable(f"{name} in it is missing, or of another type")
-    return found
-
-
-def _followers(arrays: dict[str, np.ndarray], name: str, geometry: Geometry) -> np.ndarray:
-    """A table with a row for each expert; its columns are compared where it is used."""
-    found = arrays.get(name)
-    if found is None or found.ndim != 2 or len(found) != geometry.first_expert[-1] or found.dtype not in FOLLOWER_TYPES:
         raise Unusable(f"{name} in it is missing, or of another type")
     return found

@@ -18,10 +18,9 @@ from numpy.typing import NDArray
 from trilane.cost import Rates
 from trilane.expert import Geometry
 from trilane.observed import LEAST, MOST, NUM_LANES, Observed
-from trilane.state import LRU, RAISED, State, check
+from trilane.state import LRU, NUM_PAST, RAISED, State, check
 
 MOST_WORTH = 2.0**64  # far above what any number of uses adds up to, far below where scores are rescaled
-FOLLOWERS = ("follower", "follow_rate", "ahead", "ahead_rate")
 
 
 class Unusable(ValueError):
@@ -39,8 +38,8 @@ class HotSet:
         Uses of late, one that is a half life old counting half; of absent experts too. Nothing of what is foretold.
     half_life_steps : float
         Passes over all layers in which a use's worth halves.
-    followers : mapping of str to array
-        The arrays of `State` with these names; without rows to learn from they have no columns.
+    past : uint32 (layers, words, passes)
+        `State.past`, the last pass last; no passes where none were remembered.
     factors : float64 (NUM_LANES,), optional
         What lanes took against the profile (`Observed.factor`); None: not learned.
     profile : str
@@ -50,7 +49,7 @@ class HotSet:
     is_resident: NDArray[np.bool_]
     worth: NDArray[np.float64]
     half_life_steps: float
-    followers: dict[str, NDArray[np.uint8] | NDArray[np.uint16]]
+    past: NDArray[np.uint32]
     factors: NDArray[np.float64] | None = None
     profile: str = ""
 
@@ -85,7 +84,7 @@ def take_hot_set(
         is_resident=state.slot_of >= 0,
         worth=np.minimum(_worth(state, geometry, half_life_steps), MOST_WORTH),
         half_life_steps=half_life_steps,
-        followers={name: getattr(state, name).copy() for name in FOLLOWERS},
+        past=np.roll(state.past, NUM_PAST - 1 - int(state.row[0]), axis=2),
         factors=None if learned is None else learned.factor.copy(),
         profile="" if learned is None else rates_name(rates),
     )
@@ -115,10 +114,8 @@ def check_hot_set(hot: HotSet, geometry: Geometry) -> None:
         raise Unusable("an expert's worth is no number in range")
     if not 0 < hot.half_life_steps < np.inf:
         raise Unusable(f"its half life is {hot.half_life_steps}")
-    counts = np.diff(geometry.first_expert)
-    for name, most in (("follower", counts), ("ahead", np.roll(counts, -1))):
-        if (hot.followers[name] >= most[geometry.layer_of[: len(hot.followers[name])]][:, None]).any():
-            raise Unusable("a follower is outside its layer")
+    if hot.past.ndim != 3 or hot.past.shape[0] != geometry.num_layers:
+        raise Unusable("its past passes are not those of the model")
     factors = hot.factors
     if factors is not None and (factors.shape != (NUM_LANES,) or not ((factors >= LEAST) & (factors <= MOST)).all()):
         raise Unusable("a factor of a lane's rate is out of range")
@@ -152,10 +149,8 @@ def warm_state(hot: HotSet, empty: State, geometry: Geometry, half_life_steps: f
     np.add.at(empty.resident, experts, 1)
     empty.score[:] = _scores(hot, empty, half_life_steps)
     _build_heaps(empty, geometry)
-    for name, array in hot.followers.items():
-        into = getattr(empty, name)
-        if array.shape == into.shape and array.dtype == into.dtype:  # else only one of the two runs had followers
-            into[...] = array
+    if hot.past.shape == empty.past.shape:  # else only one of the two runs remembered passes
+        empty.past[...] = hot.past
     try:
         check(empty, geometry)
     except AssertionError as error:

@@ -11,8 +11,9 @@ from typing import NamedTuple
 import numpy as np
 
 from trilane.expert import decision, expert_of
+from trilane.neighbours import ONE
 from trilane.records import record
-from trilane.state import HELD, MOST_FOLLOWED, NUM_COMING, NUM_WANTED, RAISED
+from trilane.state import HELD, NUM_COMING, NUM_NEAR, NUM_PAST, NUM_WANTED, RAISED, WORD
 
 FAULTS = (
     "none",
@@ -30,15 +31,15 @@ FAULTS = (
     "a heap lacks a member",
     "a score or the unit is negative or no number",
     "a boost is no number, or not in its score",
-    "a follower is outside its layer",
+    "a past expert is outside its layer, or a likest pass is none",
     "the tally is not cleared",
-    "the layer's last step is outside its layer or to come",
+    "the last step is of no layer or to come",
     "a list of wanted or coming experts is wrong",
     "scatter is no part of one",
 )
 (
     SOUND, FREE_FILLING, OWNER, POOL, SHARD, RESIDENT, FREE, FILLING, BUDGET, HELD_LIST, HEAP, HEAP_ORDER, HEAP_LACKS,
-    SCORE, BOOST, FOLLOWER, TALLY, LAST_STEP, LISTS, SCATTER,
+    SCORE, BOOST, PAST, TALLY, LAST_STEP, LISTS, SCATTER,
 ) = range(len(FAULTS))  # fmt: skip
 INFINITE = float("inf")
 
@@ -73,7 +74,7 @@ def find_fault(state, geometry, seen):
     if fault == SOUND:
         fault = _scores_fault(state)
     if fault == SOUND:
-        fault = _followers_fault(state, geometry)
+        fault = _past_fault(state, geometry)
     if fault == SOUND:
         fault = _lists_fault(state, geometry)
     return fault
@@ -206,26 +207,28 @@ def _scores_fault(state):
 
 
 @decision
-def _followers_fault(state, geometry):
-    """Followers and last steps name experts of the layer, those ahead experts of the next."""
-    for layer in range(geometry.num_layers):
-        after = (layer + 1) % geometry.num_layers
-        first, stop = geometry.first_expert[layer], geometry.first_expert[layer + 1]
-        ahead = geometry.first_expert[after + 1] - geometry.first_expert[after]
-        for expert in range(first, stop):
-            for j in range(state.follower.shape[1]):
-                if state.follower[expert, j] >= stop - first:
-                    return FOLLOWER
-            for j in range(state.ahead.shape[1]):
-                if state.ahead[expert, j] >= ahead:
-                    return FOLLOWER
-        if state.num_last[layer] < 0 or state.num_last[layer] > MOST_FOLLOWED:
-            return LAST_STEP
-        if state.last_clock[layer] < 0 or state.last_clock[layer] > state.clock[0]:
-            return LAST_STEP
-        for k in range(MOST_FOLLOWED):
-            if state.last_experts[layer, k] < 0 or state.last_experts[layer, k] >= stop - first:
-                return LAST_STEP
+def _past_fault(state, geometry):
+    """Past passes name experts of their layers, the likest ones are passes, and the last step is one that was."""
+    for layer in range(state.past.shape[0]):
+        count = geometry.first_expert[layer + 1] - geometry.first_expert[layer]
+        for word in range(state.past.shape[1]):
+            inside = max(0, min(WORD, count - word * WORD))
+            for row in range(state.past.shape[2]):
+                if np.int64(state.past[layer, word, row]) >> inside != 0:
+                    return PAST
+    if state.row[0] < 0 or state.row[0] >= NUM_PAST or state.num_near[0] < 0 or state.num_near[0] > NUM_NEAR:
+        return PAST
+    rates = 0
+    for k in range(NUM_NEAR):
+        if state.near[k] < 0 or state.near[k] >= NUM_PAST or state.near_rate[k] < 0:
+            return PAST
+        rates += state.near_rate[k] if k < state.num_near[0] else 0
+    if rates > ONE:
+        return PAST
+    if state.last_layer[0] < 0 or state.last_layer[0] >= geometry.num_layers:
+        return LAST_STEP
+    if state.last_clock[0] < 0 or state.last_clock[0] > state.clock[0]:
+        return LAST_STEP
     for id_ in range(state.tally.size):
         if state.tally[id_] != 0:
             return TALLY

@@ -49,7 +49,7 @@ class Device:
             us *= 3.0
         if self.guard is not None:
             missed = loads.stream_nbytes + loads.cpu_nbytes
-            guard_step(self.guard, missed, us)
+            guard_step(self.guard, missed, missed + loads.hit_nbytes, us)
             if self.guard.left[0] == 0:
                 begin_window(self.guard, STREAM)
         return us

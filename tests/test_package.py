@@ -24,7 +24,7 @@ FOLDERS = {"scheduler": "trilane"} | {name: f"trilane.{name}" for name in ("cpu_
 DECISIONS = {
     *("expert", "cost", "profile", "plan", "state", "eviction", "residency"),
     *(
-        "followers",
+        "neighbours",
         "lookup",
         "demotion",
         "link_order",
@@ -34,8 +34,8 @@ DECISIONS = {
         "wanted",
         "planner",
         "observed",
-        "guard",
     ),
+    "guard",
 }
 LEAVES = {"jit", "records", "errors"}
 # Who may import whom, as prefixes of module names below "trilane."; the first rule that fits a module counts.

@@ -315,8 +315,9 @@ def random_digest(num_steps):
                 state.heap[: state.heap_size[0]],
                 state.unit,
                 state.boost,
-                state.follow_rate,
-                state.ahead_rate,
+                state.past,
+                state.alike,
+                state.near_rate,
                 state.coming_score[: state.num_coming[0]],
             ):
                 digest.update(np.ascontiguousarray(array).tobytes())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -95,6 +96,22 @@ def test_fills_land_only_in_idle_link_time():
         machine = load_machine("rtx3090-ddr4", gap_us=gap)
         fills.append(Replay(trace, machine).run("x", chosen, 200, single_lanes=False).background_fills)
     assert fills[0] == 0 < fills[1] < fills[2]
+
+
+def test_the_host_device_begins_only_fills_that_fit_between_two_layers():
+    """There a fill that has not landed when a step comes gives its slot back: no bytes are kept."""
+    trace, chosen = random_tokens(300), Config(cache={"fraction": 0.3})
+    of_gpu = load_machine("rtx3090-ddr4", gap_us=0.0)
+    here = replace(of_gpu, profile=replace(of_gpu.profile, machine=replace(of_gpu.profile.machine, gpu=None)))
+    shard_us = 10 + 1e6 / 25.2e3
+    fills = {}
+    for name, machine in (("gpu", of_gpu), ("host", here)):
+        for part in (0.9, 2.5):
+            replay = Replay(trace, replace(machine, gap_us=part * shard_us), expert_nbytes=2_000_000, num_shards=2)
+            found = replay.run("x", chosen, 60, single_lanes=False)
+            fills[name, part] = found.background_fills / found.steps
+    assert fills["host", 0.9] == 0 < fills["gpu", 0.9]
+    assert 0 < fills["host", 2.5] <= 2 and fills["host", 2.5] < fills["gpu", 2.5]
 
 
 def test_single_lanes_are_what_the_machine_gives():

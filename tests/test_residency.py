@@ -122,6 +122,23 @@ def test_a_hint_must_beat_its_victims_and_spares_its_own():
     check(state, geometry)
 
 
+def test_no_hinted_expert_pays_for_another():
+    """The later one of the list is the cheapest victim, and the likelier one before it misses shards."""
+    geometry = make_geometry([4], [[10, 10]])
+    state = make_state(geometry, 4, eviction="decayed_frequency")
+    work, options = make_work(geometry), make_options(force="stream")
+    plan(state, geometry, options, [0], 1, work)
+    for clock in range(2, 5):
+        plan(state, geometry, options, [1], clock, work)
+    release_step(state, geometry)
+    hinted = np.array([2, 0, 0], np.int32)  # named twice as well
+    assert plan_fills(state, geometry, options, 0, hinted, 3, 5, work) == 0
+    check(state, geometry)
+    assert plan_fills(state, geometry, options, 0, hinted, 1, 5, work) == 2
+    assert sorted(work.fill_victim[:2].tolist()) == [0, 1]
+    check(state, geometry)
+
+
 def test_fills_keep_to_their_budget_and_their_layer():
     geometry = make_geometry([4], [[10, 10]])
     state, work = make_state(geometry, 8), make_work(geometry)

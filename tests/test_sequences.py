@@ -54,7 +54,7 @@ BROKEN = {
     "a failed step keeps its slots": "planner.empty_slot = lambda state, pool, slot, expert: None",
     "a fill is a hit before it lands": "planner.reserve_slot = lambda state, pool, slot, shard: "
     "residency.fill_slot(state, slot, shard)",
-    "a heap is not settled": "eviction.settle_expert = followers.settle_expert = lambda state, pool, expert: None",
+    "a heap is not settled": "eviction.settle_expert = neighbours.settle_expert = lambda state, pool, expert: None",
     "a victim is not named": "placement.fill_slot = lambda *a: min(residency.fill_slot(*a), -1)",
     "a copy goes on too far": "placement._count_lane = lambda work, lane, count, nbytes, rows: "
     "work.run.__setitem__(0, 9)",
@@ -64,7 +64,7 @@ BROKEN = {
 @needs_both
 @pytest.mark.parametrize("change", BROKEN.values(), ids=BROKEN)
 def test_a_broken_decision_is_found_and_told_with_its_seed(change):
-    modules = "eviction, followers, lookup, placement, planner, residency"
+    modules = "eviction, lookup, neighbours, placement, planner, residency"
     code = f"""
 import sequence_cases
 from trilane import {modules}

@@ -87,7 +87,7 @@ def test_what_the_next_layer_will_use_is_fetched_ahead():
         if clock % 100 == 2:
             check(state, geometry)
     late = np.array(hits[1000:]).reshape(-1, 2)
-    assert late[:, 1].mean() > 3.2 > 1.5 > late[:, 0].mean()  # of 4 shards; layer 0 is uniform
+    assert late[:, 1].mean() > 2.7 > 1.5 > late[:, 0].mean()  # of 4 shards; layer 0 is uniform
 
 
 def test_the_coming_layer_pays_for_no_fill_of_its_own():

@@ -27,7 +27,7 @@ from trilane import ConfigError, ExpertStore, WorkerError, calibrate
 from trilane.cuda_words import Control, Fault
 from trilane.profile import Machine
 from trilane.profile_cache import machine_name
-from trilane.state import check
+from trilane.state import NUM_PAST, check
 from trilane.traces.trace_file import read_trace
 from trilane.verify import verify
 from trilane.warm_file import HEAD, MAGIC, VERSION, WarmFile, decode, encode, model_digest, warm_file
@@ -118,8 +118,9 @@ def test_the_same_slots_hold_the_same_shards_again(warm, left, path, caplog):
     assert scheduler.stats().warm_shards == 20 and "20 shards in slots before" in str(scheduler.stats())
     assert scheduler.stats().background_fills == 0 and "warm_start" not in scheduler.stats().inactive
     assert "20 of 20 shards" in caplog.text and " s, from " in caplog.text
-    for name in ("follower", "follow_rate", "ahead", "ahead_rate"):
-        np.testing.assert_array_equal(getattr(runner.state, name), getattr(left.state, name))
+    assert runner.state.past.any() and runner.state.row[0] == NUM_PAST - 1
+    behind = NUM_PAST - 1 - int(left.state.row[0])
+    np.testing.assert_array_equal(runner.state.past, np.roll(left.state.past, behind, axis=2))
     before = take_hot_set(left.state, left.geometry, HALF_LIFE)
     np.testing.assert_array_equal(runner.state.score, before.worth)
     assert path.stat().st_size < 4000
@@ -138,7 +139,7 @@ def test_another_eviction_keeps_the_slots_and_the_order(warm, before, after):
     hot = take_hot_set(old.state, old.geometry, HALF_LIFE)
     order = np.lexsort((np.arange(len(hot.worth)), hot.worth))
     assert (np.diff(new.state.score[order]) >= 0).all() and new.state.score.max() > 0
-    assert new.state.follow_rate.any() == (before == after == "predicted")
+    assert new.state.past.any() == (before == after == "predicted")
     drive(scheduler, 60, seed=1)
     assert new.state.clock[0] == 60
 
@@ -388,8 +389,8 @@ def fresh_state(runner, **cache):
     "change",
     [
         {"worth": "nan"}, {"worth": "negative"}, {"worth": "huge"}, {"worth": "short"}, {"half_life_steps": 0.0},
-        {"half_life_steps": float("inf")}, {"follower": 6}, {"ahead": 255}, {"factors": [1.0] * 3}, {"is_resident": 0},
-        {"factors": [1.0, np.nan, 1.0, 1.0]}, {"factors": [1.0, 1.0, 100.0, 1.0]},
+        {"half_life_steps": float("inf")}, {"past": 7}, {"past": 31}, {"past": "short"}, {"is_resident": 0},
+        {"factors": [1.0] * 3}, {"factors": [1.0, np.nan, 1.0, 1.0]}, {"factors": [1.0, 1.0, 100.0, 1.0]},
     ],
     ids=str,
 )  # fmt: skip
@@ -400,10 +401,10 @@ def test_each_claim_is_checked(left, change):
         worth = hot.worth.copy()
         worth[3] = {"nan": np.nan, "negative": -1e-9, "huge": 2.0**65, "short": 0}[what]
         hot = replace(hot, worth=worth[:-1] if what == "short" else worth)
-    elif name in ("follower", "ahead"):
-        table = hot.followers[name].copy()
-        table[5, 2] = what
-        hot = replace(hot, followers=hot.followers | {name: table})
+    elif name == "past":
+        past = hot.past.copy()
+        past[1, 0, 5] |= 0 if what == "short" else 1 << what
+        hot = replace(hot, past=past[:-1] if what == "short" else past)
     elif name == "is_resident":
         hot = replace(hot, is_resident=hot.is_resident[:-1])
     else:
