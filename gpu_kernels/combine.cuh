@@ -11,7 +11,7 @@ constexpr int COMBINE_RANKS = 8;  // experts whose sums are in shared memory at 
 DEV bool combines_at_once(const Step& step) { return step.state->missing == 0 && step.num_rows <= FUSED_ROWS; }
 
 DEV i64 id_of(const Step& step, int entry) {
-  return step.id_nbytes == 8 ? ((const i64*)step.ids)[entry] : (i64)((const int*)step.ids)[entry];
+  return step.id_nbytes == 8 ? __ldcg((const i64*)step.ids + entry) : (i64)__ldcg((const int*)step.ids + entry);
 }
 
 DEV float4 add4(const float4& a, const float4& b) { return make_float4(a.x + b.x, a.y + b.y, a.z + b.z, a.w + b.w); }
@@ -49,8 +49,8 @@ DEV void load_ranks(const Step& step, int token, int first, Ranks& ranks) {
   int rank = threadIdx.x, entry = token * step.top_k + first + rank;
   if (rank >= COMBINE_RANKS) return;
   bool real = first + rank < step.top_k;
-  ranks.position[rank] = real ? step.position_of[entry] : -1;
-  ranks.weight[rank] = real ? step.weights[entry] : 0.0f;
+  ranks.position[rank] = real ? __ldcg(step.position_of + entry) : -1;
+  ranks.weight[rank] = real ? __ldcg(step.weights + entry) : 0.0f;
   ranks.expert[rank] = real ? (int)id_of(step, entry) : 0;
 }
 
@@ -84,7 +84,7 @@ template <bool ALL_HERE, class Wait>
 DEV void combine_columns(const Layer& layer, const Step& step, int token, int start, int end, CombineShared& shared,
                          const Wait& wait) {
   int at = threadIdx.x % DOWN_CHUNK, column = start + at;
-  bool bad = step.row_bad[token] != 0;
+  bool bad = __ldcg(step.row_bad + token) != 0;
   float y = 0;
   for (int first = 0; first < step.top_k; first += COMBINE_RANKS) {
     load_ranks(step, token, first, shared.ranks);

@@ -109,7 +109,7 @@ DEV void store_element(void* row, int element, int column, float y) {
 }
 
 DEV float load_element(const void* row, int element, int column) {
-  if (element == ELEMENT_F32) return ((const float*)row)[column];
-  u16 bits = ((const u16*)row)[column];
+  if (element == ELEMENT_F32) return __ldcg((const float*)row + column);
+  u16 bits = __ldcg((const u16*)row + column);
   return element == ELEMENT_F16 ? half_to_float(bits) : __uint_as_float((u32)bits << 16);
 }

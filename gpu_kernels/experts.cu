@@ -149,7 +149,7 @@ DEV void run_item(const Layer& layer, const Step& step, const Progress& progress
   if (tiles.whole) {
     Stage stage = stage_of(layer, work, place, shared);
     send_for_neurons(work.item, stage);
-    send_for_row(layer, step, stage, step.num_rows == 1 ? 0 : step.token_of[work.item.first_position]);
+    send_for_row(layer, step, stage, step.num_rows == 1 ? 0 : __ldcg(step.token_of + work.item.first_position));
     send_for_columns(work.item, stage);
     run_whole(layer, step, progress, work, index, place, stage, [] { return true; });
   } else {
@@ -249,6 +249,7 @@ extern "C" __global__ void __launch_bounds__(256, BLOCKS)
   }
   int index = (blockIdx.x - 1) / CHUNKS;
   if (threadIdx.x == 0) work.task = (blockIdx.x - 1) % CHUNKS;
-  int count = await_item(step, index, work);
+  bool acquires = step.num_rows > 1 || !tiles.whole || !ONE_RECORD;  // else a row comes by copies that pass L1 by
+  int count = await_item(step, index, acquires, work);
   if (index < count) run_item<true>(layer, step, progress, work, index, count, shared, tiles);
 }

@@ -67,8 +67,8 @@ DEV void make_hidden(const Layer& layer, const Work& work, const ShardPlace& pla
   if (N > 1 && lane == 1) g = gs[N - 1], u = us[N - 1];
   if (lane >= N) return;
   int n = first + i + lane * WARPS;
-  if (place.up_bias >= 0) u += ((const float*)(work.item.weights + place.up_bias))[n];
-  if (HAS_GATE && place.gate_bias >= 0) g += ((const float*)(work.item.weights + place.gate_bias))[n];
+  if (place.up_bias >= 0) u += __ldcg((const float*)(work.item.weights + place.up_bias) + n);
+  if (HAS_GATE && place.gate_bias >= 0) g += __ldcg((const float*)(work.item.weights + place.gate_bias) + n);
   h[n] = activate(layer.gate_kind, layer.alpha, layer.limit, g, u);
 }
 
@@ -92,7 +92,7 @@ DEV void multiply_up(const Layer& layer, const Step& step, const Work& work, con
   int nb = (layer.hidden + BLOCK - 1) / BLOCK;
   if (staged) multiply_row<true>(layer, step, work, place, gate, up, first, count, 0, staged, staged);
   for (int row = staged ? 1 : 0; row < work.item.num_rows; row++) {
-    int token = step.token_of[work.item.first_position + row];
+    int token = __ldcg(step.token_of + work.item.first_position + row);
     const void *gate_x = records_of<GateFormat>(step, token, nb), *up_x = records_of<UpFormat>(step, token, nb);
     multiply_row<false>(layer, step, work, place, gate, up, first, count, row, gate_x, up_x);
   }

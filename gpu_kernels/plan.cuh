@@ -66,8 +66,9 @@ DEV void relay_plan(const Step& step, const WorkList* list, const Updates* updat
 }
 
 // Item `index` of the plan once the first block has relayed it, and how many there are: header and item have the step's
-// number in each sixteen bytes, so one look is enough.
-DEV int await_item(const Step& step, int index, Work& work) {
+// number in each sixteen bytes, so one look is enough. With `acquires` what publish wrote may be read through L1 from here
+// on; without, L1 may hold rows of an earlier step, since this kernel has started early.
+DEV int await_item(const Step& step, int index, bool acquires, Work& work) {
   static_assert(alignof(Work) >= 16, "an item is written in pieces of sixteen bytes");
   __shared__ int relayed;
   int thread = threadIdx.x;
@@ -84,6 +85,7 @@ DEV int await_item(const Step& step, int index, Work& work) {
       if (thread == 0) relayed = count;
       break;
     }
+    if (acquires && thread == 0) load_acquire_gpu(&step.plan->sequence);
   }
   if (thread == 32) work.clock = *(const volatile u32*)&step.state->clock, work.fused = false;
   __syncthreads();

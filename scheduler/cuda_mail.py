@@ -66,11 +66,11 @@ def _begin_step(wire, sequence, num_groups, num_rows, clock):
 def _take_whole(wire, grouping, num_layers):
     """The same of the mailbox itself.
 
-    The GPU writes ``begin`` first and ``end`` last, so what lies between two equal readings of them is whole.
+    The GPU writes ``begin`` first and ``end`` last, so what lies between two equal readings of them is whole. Of a step
+    that was told in a brief, the mailbox may not be closed yet: it still has the number of the step before.
     """
-    mail = wire.places[Place.MAIL]
-    sequence = u32_at(mail + END)
-    if sequence == wire.control[Control.SEQUENCE] or u32_at(mail + BEGIN) != sequence:
+    mail, sequence = wire.places[Place.MAIL], (wire.control[Control.SEQUENCE] + 1) & LOW
+    if u32_at(mail + END) != sequence or u32_at(mail + BEGIN) != sequence:
         return -1
     layer, num_groups = load_i32(mail + LAYER), load_i32(mail + NUM_GROUPS)
     num_rows = load_i32(mail + NUM_ROWS)

@@ -92,6 +92,18 @@ def test_copies_that_the_driver_holds_up_are_read_in_place(played):
     check_slots(scheduler)
 
 
+def test_steps_of_one_and_of_many_rows_while_the_driver_is_held_now_and_then(played):
+    """Briefs and whole mailboxes, frozen slots and not, one behind the other; more entries than a warp has lanes."""
+    scheduler = played(store_of(layers=2, experts=8), cache={"fraction": 0.25}, policy={"admit": "always"})
+    rng = np.random.default_rng(5)
+    for step in range(16):
+        scheduler._runner.inject_fault(Fault.HELD_DRIVER if step % 5 == 2 else Fault.NONE)
+        run(scheduler, steps=1, rows=(1, 12, 1, 2)[step % 4], top_k=3, seed=int(rng.integers(1000)))
+    scheduler._runner.inject_fault(Fault.NONE)
+    run(scheduler, steps=2, seed=9)
+    check_slots(scheduler)
+
+
 def test_a_refused_registration_keeps_what_was_pinned_before(played):
     scheduler = played(store_of(), PlayedDriver(pin_nbytes=0), cache={"fraction": 0.5}, policy={"lanes": ["stream"]})
     run(scheduler)
