@@ -17,9 +17,9 @@ from typer.testing import CliRunner  # noqa: E402
 
 from trilane.bundled_model import tiny_path, tiny_prompts  # noqa: E402
 from trilane.cli import app  # noqa: E402
-from trilane.commands import run_session  # noqa: E402
 from trilane.commands.status_line import StatusLine  # noqa: E402
 from trilane.errors import ModelFileError, TrilaneError  # noqa: E402
+from trilane.integrations.generation import session as run_session  # noqa: E402
 from trilane.traces.trace_file import read_trace  # noqa: E402
 from trilane.verify import verify  # noqa: E402
 

@@ -52,8 +52,8 @@ def run(
         raise typer.BadParameter("give one of --slots and --vram", param_hint="--slots")
     nbytes = size_option("--vram", vram)
     need_text_extra("trilane run")
-    from trilane.commands.run_session import Session, ask, read_prompts
     from trilane.integrations.generation import open_text_model
+    from trilane.integrations.generation.session import Session, ask, read_prompts
 
     given = None if prompts is None else read_prompts(prompts)
     options: dict[str, Any] = {} if nbytes is None else {"cache": {"nbytes": nbytes}}
