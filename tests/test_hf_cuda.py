@@ -88,7 +88,7 @@ def test_a_model_that_cannot_be_captured_goes_on_and_says_why(on_gpu, caplog):
 def test_each_lane_in_a_graph(on_gpu, lane):
     """The lane changes no bit of the experts, so the text along the same tokens is the same, its logits too."""
     found = []
-    for cache in (0.2, 1.0):
+    for cache in (0.75, 1.0):  # all experts of a layer find a slot, those of both do not
         handle = on_gpu(build_model("qwen3_moe", torch.bfloat16), cache, policy={"force": lane, "admit": "always"})
         decoder = Decoder(handle)
         given = torch.randint(3, 128, (40,), generator=torch.Generator().manual_seed(1))

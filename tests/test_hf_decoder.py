@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
+from types import SimpleNamespace
 
 import pytest
 
@@ -174,6 +176,89 @@ def rehearse(kind):
 @pytest.mark.parametrize("kind", ARCHITECTURES)
 def test_a_step_stays_on_the_device(kind):
     assert bool(rehearse(kind).crossing) == (kind in HOST_SIDE)
+
+
+class Recording(TorchDispatchMode):
+    """Keeps operations with their tensors; replayed, they are done once more over the same ones, and no more is."""
+
+    def __init__(self):
+        super().__init__()
+        self.calls = []
+
+    def __torch_dispatch__(self, operation, types, args=(), kwargs=None):
+        found = operation(*args, **(kwargs or {}))
+        self.calls.append((operation, args, kwargs or {}, found))
+        return found
+
+    def replay(self):
+        for operation, args, kwargs, before in self.calls:
+            found = operation(*args, **kwargs)
+            for into, new in zip(tree_leaves(before), tree_leaves(found), strict=True):
+                if isinstance(into, torch.Tensor) and into.data_ptr() != new.data_ptr():
+                    into.copy_(new)
+
+
+@pytest.mark.parametrize("kind", [kind for kind in ARCHITECTURES if kind != "deepseek_v4"])
+def test_a_step_moves_on_by_itself(kind):
+    """What a graph relies on: a step's operations over its tensors are the next step's too. Python counts nothing."""
+    model, ids = build_model(kind), token_ids()
+    text = greedy(model, ids, NEW)
+    model.set_experts_implementation("batched_mm")  # operations alone, as ours are not on the CPU
+    step = DecodeStep(model, 2, 64, padded=False)
+    with torch.no_grad():
+        step.begin(ids, None, None)
+        step.advance()
+        with Recording() as recording:
+            step.advance()
+        for _ in range(NEW - 3):
+            recording.replay()
+    assert torch.equal(step.tokens[:, :NEW], text[:, ids.shape[1] :])
+
+
+class PlayedGraph:
+    """In place of a CUDA graph: a capture runs nothing, a replay runs the step."""
+
+    step, fails = None, False
+
+    def __init__(self):
+        self.replays = 0
+
+    def replay(self):
+        self.replays += 1
+        self.step.advance()
+
+    @staticmethod
+    @contextlib.contextmanager
+    def capture(graph, stream, capture_error_mode):
+        assert stream.query() and capture_error_mode == "thread_local"
+        step = graph.step = PlayedGraph.step
+        if PlayedGraph.fails:
+            raise RuntimeError("operation not permitted\nwhile a stream is captured")
+        step.advance = lambda: None
+        yield
+        del step.advance
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_when_a_graph_is_made_and_used_again(decoder_of, monkeypatch, caplog, fails):
+    decoder, ids = decoder_of(), token_ids()
+    text = greedy(decoder.model, ids, NEW)
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", PlayedGraph)
+    monkeypatch.setattr(torch.cuda, "graph", PlayedGraph.capture)
+    monkeypatch.setattr(PlayedGraph, "fails", fails)
+    decoder._stream = SimpleNamespace(query=lambda: True)
+    step = decoder._prepared(2, ids.shape[1] + NEW, False)
+    monkeypatch.setattr(PlayedGraph, "step", step)
+    assert torch.equal(decoder.generate(ids, NEW), text)
+    assert decoder.captured != fails
+    assert torch.equal(decoder.generate(ids, NEW, on_token=lambda tokens: None), text)
+    if fails:
+        assert decoder.why_not == "Qwen3MoeForCausalLM cannot be captured: operation not permitted"
+        assert caplog.text.count("one operation at a time") == 1
+    else:
+        assert decoder._graph.replays == (NEW - 1 - 2) + (NEW - 1)
+        decoder.generate(ids[:1], 4)  # other rows: another graph
+        assert decoder._step is not step
 
 
 def test_a_rehearsal_sees_what_no_graph_can_hold():

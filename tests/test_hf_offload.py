@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import pickle
 import threading
+import weakref
 
 import numpy as np
 import pytest
@@ -15,12 +16,10 @@ pytest.importorskip("transformers", reason="needs transformers")
 from expert_cases import random_store  # noqa: E402
 from hf_models import ONE_THREAD, build_model, greedy, logits, token_ids  # noqa: E402
 from transformers import AutoConfig, AutoModelForCausalLM  # noqa: E402
-from transformers.integrations.moe import use_experts_implementation  # noqa: E402
 
 from trilane.errors import ClosedError, ConfigError, DeviceError, StoreError, TrilaneError  # noqa: E402
 from trilane.integrations.transformers import attach, handle_of, offload  # noqa: E402
-from trilane.integrations.transformers.experts import ModuleExperts, is_experts  # noqa: E402
-from trilane.integrations.transformers.gates import probe_gate  # noqa: E402
+from trilane.integrations.transformers.experts import is_experts  # noqa: E402
 from trilane.store import Gate  # noqa: E402
 
 EXPERTS, HIDDEN, INTERMEDIATE = 8, 64, 32
@@ -261,92 +260,18 @@ def test_a_model_of_the_same_configuration_has_no_store(offloaded):
     assert logits(other, token_ids()).shape == (2, 11, 128)
 
 
+def test_each_layers_tensors_are_freed_as_it_is_packed():
+    model, alive = build_model("qwen3_moe"), []
+    tensors = [weakref.ref(p) for module in filter(is_experts, model.modules()) for p in module.parameters()]
+    count = lambda *now: alive.append(sum(tensor() is not None for tensor in tensors))  # noqa: E731
+    with offload(model, device="host", config=ONE_THREAD, progress=count):
+        assert alive == [4, 2] and not any(tensor() is not None for tensor in tensors)
+
+
 def test_progress_counts_experts():
     seen = []
     with offload(build_model("qwen3_moe"), device="host", progress=lambda *now: seen.append(now), threads=1):
         assert seen == [(8, 16), (16, 16)]
-
-
-# ----------------------------------------------------------------------------------------------------- gates
-def made_module(apply=None, act=None, has_gate=True, is_concatenated=True, **flags):
-    """An experts module with an activation of our own."""
-
-    class Made(torch.nn.Module):
-        def __init__(self, config):
-            super().__init__()
-            self.act_fn = act or torch.nn.SiLU()
-
-        def forward(self, *arguments):
-            raise AssertionError("the activation is all that is looked at")
-
-        if apply is not None:
-
-            def _apply_gate(self, both):
-                return apply(both)
-
-    kind = use_experts_implementation(has_gate=has_gate, is_concatenated=is_concatenated, **flags)(Made)
-    return kind(None)
-
-
-def clamped(limit):
-    def apply(both):
-        g, u = both.chunk(2, -1)
-        return torch.nn.functional.silu(g.clamp(max=limit)) * u.clamp(-limit, limit)
-
-    return apply
-
-
-def oai(alpha, limit, interleaved):
-    def apply(both):
-        g, u = (both[..., ::2], both[..., 1::2]) if interleaved else both.chunk(2, -1)
-        g, u = g.clamp(max=limit), u.clamp(-limit, limit)
-        return (u + 1) * g * torch.sigmoid(alpha * g)
-
-    return apply
-
-
-@pytest.mark.parametrize(
-    ("module", "gate"),
-    [
-        (made_module(), Gate("silu_glu")),
-        (made_module(act=torch.nn.GELU("tanh")), Gate("gelu_tanh_glu")),
-        (made_module(act=lambda u: u.relu() ** 2, has_gate=False), Gate("relu2")),
-        (made_module(clamped(0.75)), Gate("silu_glu_clamped", limit=0.75)),
-        (made_module(clamped(100.0)), Gate("silu_glu_clamped", limit=100.0)),
-        (made_module(oai(1.702, 7.0, True), is_concatenated=False), Gate("swiglu_oai", 1.702, 7.0)),
-        (made_module(oai(1.5, 12.5, False)), Gate("swiglu_oai", 1.5, 12.5)),
-    ],
-)
-def test_gates_and_their_numbers_are_measured(module, gate):
-    found = probe_gate(module)
-    assert found.kind == gate.kind
-    if gate.kind in ("silu_glu_clamped", "swiglu_oai"):
-        assert found.limit == gate.limit
-    assert gate.kind != "swiglu_oai" or found.alpha == gate.alpha
-
-
-@pytest.mark.parametrize(
-    "module",
-    [
-        made_module(act=torch.nn.GELU()),  # by erf: not far from tanh's, but other bits of a model
-        made_module(act=torch.nn.SiLU(), has_gate=False),
-        made_module(act=torch.nn.ReLU()),
-        made_module(lambda both: torch.nn.functional.silu(both.chunk(2, -1)[0].clamp(max=50)) * both.chunk(2, -1)[1]),
-    ],
-)
-def test_other_activations_are_refused(module):
-    with pytest.raises(StoreError, match="gives the results of none of silu_glu, "):
-        probe_gate(module, "model.experts")
-
-
-def test_a_layout_that_is_not_known_is_refused():
-    module = made_module()
-    with pytest.raises(StoreError, match="has no parameter 'gate_up_proj'"):
-        ModuleExperts.of("experts", module)
-    module.gate_up_proj = torch.nn.Parameter(torch.zeros(2, 8, 4, dtype=torch.float8_e4m3fn), requires_grad=False)
-    module.down_proj = torch.nn.Parameter(torch.zeros(2, 4, 4))
-    with pytest.raises(StoreError, match="float8_e4m3fn.*without its quantisation"):
-        ModuleExperts.of("experts", module)
 
 
 def test_weights_that_a_format_cannot_hold_are_named():

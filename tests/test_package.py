@@ -119,6 +119,11 @@ def test_no_module_needs_itself_to_load() -> None:
     assert set(graph) <= set(order)
 
 
+def test_adapters_of_other_libraries_load_when_they_are_asked_for() -> None:
+    others = [name for name in SOURCES if not fits(name, ("integrations",))]
+    assert [name for name in others if any(fits(t, ("integrations",)) for t in ours(name, in_functions=False))] == []
+
+
 @pytest.mark.parametrize("name", sorted(DECISIONS))
 def test_decision_files_know_no_device_and_no_thread(name: str) -> None:
     tops = {target.split(".")[0] for target in imports_of(f"trilane.{name}")}

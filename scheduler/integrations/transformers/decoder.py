@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import time
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
 
+from trilane.cuda_threads import WAIT_NAP_S
 from trilane.errors import ArrayError
 from trilane.integrations.transformers.decode_step import NOT_GIVEN, DecodeStep
 from trilane.integrations.transformers.handle import OffloadedModel
@@ -99,8 +101,9 @@ class Decoder:
             return prompt
         with self._on_stream():
             step = self._prepared(len(prompt), prompt.shape[1] + max_new_tokens, mask is not None)
+            watch = _Watch(step, ends, on_token) if ends or on_token is not None else None
             step.begin(prompt, mask, given)
-            made = self._run(step, max_new_tokens, ends, on_token)
+            made = self._run(step, max_new_tokens, watch)
             self.handle.scheduler.check()
             new = step.tokens[:, :made].clone()
         if ends:
@@ -122,23 +125,20 @@ class Decoder:
         return self._step.logits
 
     # ------------------------------------------------------------------------------------------- the steps
-    def _run(self, step: DecodeStep, wanted: int, ends: set[int], on_token: OnToken | None) -> int:
+    def _run(self, step: DecodeStep, wanted: int, watch: _Watch | None) -> int:
         """Make tokens after the prompt's; how many there are in the end.
 
         A token is looked at while the next step is under way, so that the GPU waits for nobody.
         """
-        if not ends and on_token is None:
-            for _ in range(wanted - 1):
-                self._advance(step)
-            return wanted
-        watch = _Watch(step, ends, on_token)
         for made in range(1, wanted):
-            watch.note()
+            if watch is not None:
+                watch.note()
             self._advance(step)
-            if watch.is_over(made):
+            if watch is not None and watch.is_over():
                 return made
-        watch.note()
-        watch.is_over(wanted)
+        if watch is not None:
+            watch.note()
+            watch.is_over()
         return wanted
 
     def _advance(self, step: DecodeStep) -> None:
@@ -164,7 +164,7 @@ class Decoder:
 
     def _make_graph(self, step: DecodeStep) -> None:
         """Capture the step; the stream's work so far is waited for."""
-        self._stream.synchronize()
+        _wait_until(self._stream.query)
         graph, before = torch.cuda.CUDAGraph(), step.logits
         try:
             # The scheduler's own threads go on meanwhile; what they call must not end the capture.
@@ -199,6 +199,7 @@ class Decoder:
         if self._stream is None:
             self._stream = torch.cuda.Stream(device)
         outer = torch.cuda.current_stream(device)
+        _wait_until(self._stream.query)  # of a run before, whose steps the scheduler does not see in a graph
         self._stream.wait_stream(outer)
         with torch.cuda.stream(self._stream):
             yield
@@ -236,7 +237,10 @@ class Decoder:
 
 
 class _Watch:
-    """Looks at the tokens of a run one step behind it."""
+    """Looks at the tokens of a run one step behind it.
+
+    Made before the run's first step: pinned memory is made by the driver, which may wait for the GPU meanwhile.
+    """
 
     def __init__(self, step: DecodeStep, ends: set[int], on_token: OnToken | None) -> None:
         self._step, self._ends, self._on_token = step, ends, on_token
@@ -251,14 +255,20 @@ class _Watch:
         if self._event is not None:
             self._event.record()
 
-    def is_over(self, made: int) -> bool:
-        """Whether the tokens that were noted end the run; ``made`` counts them."""
+    def is_over(self) -> bool:
+        """Whether the tokens that were noted end the run."""
         if self._event is not None:
-            self._event.synchronize()
+            _wait_until(self._event.query)
         tokens = self._host[:, 0].tolist()
         self._ended = [ended or token in self._ends for ended, token in zip(self._ended, tokens, strict=True)]
         stop = self._on_token is not None and self._on_token(tokens) is True
         return stop or (bool(self._ends) and all(self._ended))
+
+
+def _wait_until(is_done: Callable[[], bool]) -> None:
+    """Ask again and again: nothing of the driver is held meanwhile, which the scheduler's copies could need."""
+    while not is_done():
+        time.sleep(WAIT_NAP_S)
 
 
 def _filled_after_end(tokens: torch.Tensor, ends: set[int]) -> torch.Tensor:

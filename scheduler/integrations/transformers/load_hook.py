@@ -7,6 +7,7 @@ store, and none on a GPU.
 
 from __future__ import annotations
 
+import copy
 import os
 import re
 from collections.abc import Sequence
@@ -83,6 +84,11 @@ def load(
         The model has no experts that can be taken, the checkpoint lacks some or is quantised already, a format does not
         suit them, or ``store`` is not of this model.
     DeviceError, ConfigError, ProfileError, MemoryError
+
+    Examples
+    --------
+    >>> with load("model", formats="q4_k", config={"cache": {"fraction": 0.25}}) as handle:  # doctest: +SKIP
+    ...     text = handle.model.generate(ids, max_new_tokens=20)
     """
     if path is None and (model_config is None or from_pretrained.get("state_dict") is None):
         raise StoreError(
@@ -120,6 +126,7 @@ def _without_quantization(config: Any, path: Any, store: ExpertStore | None) -> 
             f"{path}: the checkpoint's experts are in {method}, which transformers would dequantise; read them as they "
             "are, by store=ExpertStore.from_safetensors(path)"
         )
+    config = copy.deepcopy(config)
     del config.quantization_config
     return config
 

@@ -61,6 +61,12 @@ def offload(
         The model has no experts that can be taken, or a format does not suit them; the model is as it was. Weights that
         a format cannot hold are found when some layers are gone already: load such a model again.
     DeviceError, ConfigError, ProfileError, MemoryError
+
+    Examples
+    --------
+    >>> model = AutoModelForCausalLM.from_pretrained("model")  # doctest: +SKIP
+    >>> with offload(model, formats="q8_0") as handle:  # doctest: +SKIP
+    ...     text = model.generate(ids.to(model.device), max_new_tokens=20)
     """
     device, config = choose_device(device), resolve_config(config)
     found = find_module_experts(model)

@@ -96,12 +96,11 @@ class TensorLayer:
         """The matrices and biases that the kernels know, as views of the module's tensors."""
         module = self.experts.module
         for name, tensor in self._given.items():
-            array = view_tensor(tensor)
             if name.endswith("_bias"):
-                parts = self._parts(name.removesuffix("_bias"), view_tensor(tensor.float()))
-                self._biases.update({matrix: part for matrix, part in parts.items()})
+                self._biases |= self._parts(name.removesuffix("_bias"), view_tensor(tensor.float()))
             else:
-                self._matrices.update(self._parts(name, array.transpose(0, 2, 1) if module.is_transposed else array))
+                rows = view_tensor(tensor)
+                self._matrices |= self._parts(name, rows.transpose(0, 2, 1) if module.is_transposed else rows)
 
     def _parts(self, name: str, rows: NDArray) -> dict[str, NDArray]:
         """By matrix, of a tensor (num_experts, rows, ...)."""
