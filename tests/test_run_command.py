@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-torch = pytest.importorskip("torch")
-pytest.importorskip("transformers")
+torch = pytest.importorskip("torch", reason="needs torch")
+pytest.importorskip("transformers", reason="needs transformers")
 
 from hf_models import build_model  # noqa: E402
 from typer.testing import CliRunner  # noqa: E402
@@ -24,6 +24,13 @@ from trilane.traces.trace_file import read_trace  # noqa: E402
 from trilane.verify import verify  # noqa: E402
 
 PROMPT = "And the king said unto the prophet,"
+
+
+@pytest.fixture(autouse=True)
+def torch_threads():
+    before = torch.get_num_threads()
+    yield
+    torch.set_num_threads(before)
 
 
 def run(*args, **options):
@@ -41,6 +48,13 @@ def test_a_prompt_goes_on_and_its_text_is_the_same_for_any_slots():
         text_of("run", "tiny", "--prompt", PROMPT, "--max-tokens", 24, "--slots", slots).stdout for slots in (1, 16)
     )
     assert few == many and few.startswith(PROMPT) and len(few) > len(PROMPT) + 24
+
+
+@pytest.mark.parametrize(("args", "wanted"), [((), 1), (("--torch-threads", 2), 2)])
+def test_threads_of_torch(args, wanted):
+    torch.set_num_threads(2)
+    text_of("run", "tiny", "--prompt", PROMPT, "--max-tokens", 1, *args)
+    assert torch.get_num_threads() == wanted
 
 
 def test_what_is_piped_in_is_the_prompt():

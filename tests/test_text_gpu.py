@@ -2,8 +2,10 @@
 
 import pytest
 
-torch = pytest.importorskip("torch")
-pytest.importorskip("transformers")
+torch = pytest.importorskip("torch", reason="needs torch")
+pytest.importorskip("transformers", reason="needs transformers")
+
+from cuda_backends import gpu_missing  # noqa: E402
 
 from trilane.bundled_model import tiny_prompts  # noqa: E402
 from trilane.integrations.generation import open_text_model  # noqa: E402
@@ -16,6 +18,8 @@ MAX_TOKENS = 32
 
 @pytest.fixture(scope="module")
 def tiny():
+    if gpu_missing():
+        pytest.skip(gpu_missing())
     with (opened := open_text_model("tiny", device="cuda", options={"cache": {"fraction": 0.25}})).handle:
         yield opened
 

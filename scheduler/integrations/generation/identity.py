@@ -73,7 +73,7 @@ def other_scheduler(handle: OffloadedModel, options: Mapping[str, Any]) -> Itera
 
 
 def make_resident(scheduler: ExpertScheduler) -> None:
-    """Bring every expert of every layer into its slot, by steps of one row each: many rows a GPU may stream past them."""
+    """Bring every expert of every layer into its slot, by steps of one row: many rows a GPU may stream past them."""
     x = np.zeros((1, scheduler.store.hidden), np.float32)
     for index, layer in enumerate(scheduler.store.layers):
         for first in range(0, layer.num_experts, EXPERTS_A_STEP):
