@@ -1,5 +1,6 @@
 """``trilane run`` and ``trilane identity`` as users run them: streams, comparisons that can fail, what is refused."""
 
+import dataclasses
 import os
 import pty
 import re
@@ -19,6 +20,7 @@ from trilane.bundled_model import tiny_path, tiny_prompts  # noqa: E402
 from trilane.cli import app  # noqa: E402
 from trilane.commands.status_line import StatusLine  # noqa: E402
 from trilane.errors import ModelFileError, TrilaneError  # noqa: E402
+from trilane.integrations.generation import open_text_model  # noqa: E402
 from trilane.integrations.generation import session as run_session  # noqa: E402
 from trilane.traces.trace_file import read_trace  # noqa: E402
 from trilane.verify import verify  # noqa: E402
@@ -67,6 +69,40 @@ def test_drawn_tokens_follow_the_seed():
         for seed in (1, 1, 2)
     )
     assert one == again != other
+
+
+class ChatTokenizer:
+    """A tokenizer with a template, over the bundled model's."""
+
+    chat_template = "{{ messages }}"
+
+    def __init__(self, real):
+        self.real = real
+
+    def __getattr__(self, name):
+        return getattr(self.real, name)
+
+    def __call__(self, text):
+        return self.real(text)
+
+    def apply_chat_template(self, messages, tokenize, add_generation_prompt):
+        assert not tokenize and add_generation_prompt
+        return "".join(f"[{one['role']}] {one['content']}\n" for one in messages)
+
+
+def test_typed_lines_make_one_conversation(monkeypatch, capsys):
+    opened = open_text_model("tiny", slots=4, device="host")
+    chat, asked = dataclasses.replace(opened, tokenizer=ChatTokenizer(opened.tokenizer)), []
+    lines = iter(["first", "second", ""])
+    monkeypatch.setattr("sys.stdin.isatty", lambda: True, raising=False)
+    monkeypatch.setattr("builtins.input", lambda prompt: next(lines))
+    with opened.handle:
+        session = run_session.Session(chat, 4, 0.0, 0, False, False)
+        real = session.run_text
+        monkeypatch.setattr(session, "run_text", lambda text: (asked.append(text), real(text))[1])
+        run_session.ask(session)
+    answer = asked[1].removeprefix("[user] first\n[assistant] ").removesuffix("\n[user] second\n")
+    assert asked[0] == "[user] first\n" and answer and f"{answer}\n" in capsys.readouterr().out
 
 
 def test_the_decoder_that_gpus_use_gives_the_same_text(monkeypatch):
