@@ -172,7 +172,7 @@ class PolicyConfig(_Section):
         default=False, description="let what lanes took move the rates that plans are made with (host device)"
     )
     guard: bool = Field(
-        default=True,
+        default=False,
         description="compare splits with each single lane now and then, and keep the faster (host device)",
     )
     background: bool = Field(

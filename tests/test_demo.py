@@ -41,7 +41,7 @@ def test_verdict_fails_on_one_different_output(capsys):
 
 
 def test_the_text_is_the_same_over_every_lane(capsys):
-    pytest.importorskip("torch")
+    pytest.importorskip("torch", reason="needs torch")
     assert demo._run_text(12)
     text = capsys.readouterr().out
     assert text.count(" identical") == 4 and "FAILED" not in text
@@ -49,7 +49,7 @@ def test_the_text_is_the_same_over_every_lane(capsys):
 
 
 def test_the_text_demo_fails_on_a_difference(capsys, monkeypatch):
-    pytest.importorskip("torch")
+    pytest.importorskip("torch", reason="needs torch")
     from trilane.integrations.generation import text_demo
 
     real, runs = text_demo.decode, []

@@ -2,8 +2,8 @@
 
 import pytest
 
-torch = pytest.importorskip("torch")
-pytest.importorskip("transformers")
+torch = pytest.importorskip("torch", reason="needs torch")
+pytest.importorskip("transformers", reason="needs transformers")
 
 import gguf  # noqa: E402
 import numpy as np  # noqa: E402

@@ -1,5 +1,6 @@
 """``trilane run`` and ``trilane identity`` as users run them: streams, comparisons that can fail, what is refused."""
 
+import dataclasses
 import os
 import pty
 import re
@@ -9,21 +10,29 @@ from pathlib import Path
 
 import pytest
 
-torch = pytest.importorskip("torch")
-pytest.importorskip("transformers")
+torch = pytest.importorskip("torch", reason="needs torch")
+pytest.importorskip("transformers", reason="needs transformers")
 
 from hf_models import build_model  # noqa: E402
 from typer.testing import CliRunner  # noqa: E402
 
 from trilane.bundled_model import tiny_path, tiny_prompts  # noqa: E402
 from trilane.cli import app  # noqa: E402
-from trilane.commands import run_session  # noqa: E402
 from trilane.commands.status_line import StatusLine  # noqa: E402
 from trilane.errors import ModelFileError, TrilaneError  # noqa: E402
+from trilane.integrations.generation import open_text_model  # noqa: E402
+from trilane.integrations.generation import session as run_session  # noqa: E402
 from trilane.traces.trace_file import read_trace  # noqa: E402
 from trilane.verify import verify  # noqa: E402
 
 PROMPT = "And the king said unto the prophet,"
+
+
+@pytest.fixture(autouse=True)
+def torch_threads():
+    before = torch.get_num_threads()
+    yield
+    torch.set_num_threads(before)
 
 
 def run(*args, **options):
@@ -43,6 +52,13 @@ def test_a_prompt_goes_on_and_its_text_is_the_same_for_any_slots():
     assert few == many and few.startswith(PROMPT) and len(few) > len(PROMPT) + 24
 
 
+@pytest.mark.parametrize(("args", "wanted"), [((), 1), (("--torch-threads", 2), 2)])
+def test_threads_of_torch(args, wanted):
+    torch.set_num_threads(2)
+    text_of("run", "tiny", "--prompt", PROMPT, "--max-tokens", 1, *args)
+    assert torch.get_num_threads() == wanted
+
+
 def test_what_is_piped_in_is_the_prompt():
     assert text_of("run", "tiny", "--max-tokens", 4, input=f"{PROMPT}\n").stdout.startswith(PROMPT)
 
@@ -53,6 +69,40 @@ def test_drawn_tokens_follow_the_seed():
         for seed in (1, 1, 2)
     )
     assert one == again != other
+
+
+class ChatTokenizer:
+    """A tokenizer with a template, over the bundled model's."""
+
+    chat_template = "{{ messages }}"
+
+    def __init__(self, real):
+        self.real = real
+
+    def __getattr__(self, name):
+        return getattr(self.real, name)
+
+    def __call__(self, text):
+        return self.real(text)
+
+    def apply_chat_template(self, messages, tokenize, add_generation_prompt):
+        assert not tokenize and add_generation_prompt
+        return "".join(f"[{one['role']}] {one['content']}\n" for one in messages)
+
+
+def test_typed_lines_make_one_conversation(monkeypatch, capsys):
+    opened = open_text_model("tiny", slots=4, device="host")
+    chat, asked = dataclasses.replace(opened, tokenizer=ChatTokenizer(opened.tokenizer)), []
+    lines = iter(["first", "second", ""])
+    monkeypatch.setattr("sys.stdin.isatty", lambda: True, raising=False)
+    monkeypatch.setattr("builtins.input", lambda prompt: next(lines))
+    with opened.handle:
+        session = run_session.Session(chat, 4, 0.0, 0, False, False)
+        real = session.run_text
+        monkeypatch.setattr(session, "run_text", lambda text: (asked.append(text), real(text))[1])
+        run_session.ask(session)
+    answer = asked[1].removeprefix("[user] first\n[assistant] ").removesuffix("\n[user] second\n")
+    assert asked[0] == "[user] first\n" and answer and f"{answer}\n" in capsys.readouterr().out
 
 
 def test_the_decoder_that_gpus_use_gives_the_same_text(monkeypatch):

@@ -2,8 +2,8 @@
 
 import pytest
 
-torch = pytest.importorskip("torch")
-pytest.importorskip("transformers")
+torch = pytest.importorskip("torch", reason="needs torch")
+pytest.importorskip("transformers", reason="needs transformers")
 
 from trilane.bundled_model import tiny_prompts  # noqa: E402
 from trilane.errors import TrilaneError  # noqa: E402

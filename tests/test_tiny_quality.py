@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-torch = pytest.importorskip("torch")
-pytest.importorskip("transformers")
+torch = pytest.importorskip("torch", reason="needs torch")
+pytest.importorskip("transformers", reason="needs transformers")
 
 import numpy as np  # noqa: E402
 from transformers import AutoModelForCausalLM  # noqa: E402

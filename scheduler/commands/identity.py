@@ -30,10 +30,10 @@ def identity(
     need_text_extra("trilane identity")
     import torch
 
-    from trilane.commands.run_session import read_prompts
     from trilane.errors import TrilaneError
     from trilane.integrations.generation import open_text_model
     from trilane.integrations.generation.proof import all_settings, decode_resident, prove
+    from trilane.integrations.generation.session import read_prompts
 
     torch.set_num_threads(1)  # beside the team of workers more would only wait; and sums depend on their number
     texts, opened = read_prompts(prompts), open_text_model(model, device=device, progress="auto")

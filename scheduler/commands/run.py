@@ -33,6 +33,9 @@ def run(
     tokenizer: Annotated[
         Path | None, typer.Option(help="A folder with a tokenizer of transformers. Default: the model's own.")
     ] = None,
+    torch_threads: Annotated[
+        int | None, typer.Option(min=1, help="Threads of torch. Default: 1 for small models on the host, else torch's.")
+    ] = None,
     raw: Annotated[bool, typer.Option("--raw", help="The prompt as it is, without the model's chat template.")] = False,
     verify: Annotated[
         bool, typer.Option("--verify", help="Compare every token and every logit's bits with an all-resident run.")
@@ -52,8 +55,8 @@ def run(
         raise typer.BadParameter("give one of --slots and --vram", param_hint="--slots")
     nbytes = size_option("--vram", vram)
     need_text_extra("trilane run")
-    from trilane.commands.run_session import Session, ask, read_prompts
-    from trilane.integrations.generation import open_text_model
+    from trilane.integrations.generation import open_text_model, set_torch_threads
+    from trilane.integrations.generation.session import Session, ask, read_prompts
 
     given = None if prompts is None else read_prompts(prompts)
     options: dict[str, Any] = {} if nbytes is None else {"cache": {"nbytes": nbytes}}
@@ -63,6 +66,7 @@ def run(
         model, slots=slots, options=options, policy=policy, device=device, formats=format_name, tokenizer=tokenizer,
         progress="auto",
     )  # fmt: skip
+    set_torch_threads(opened, torch_threads)
     with opened.handle:
         session = Session(opened, max_tokens, temperature, seed, raw, verify)
         if given is not None:

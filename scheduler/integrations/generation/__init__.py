@@ -5,7 +5,7 @@ Importing this imports torch and transformers.
 
 from trilane.integrations.generation.decode import Step, decode
 from trilane.integrations.generation.identity import Difference, all_resident, compare_decoding, decode_all
-from trilane.integrations.generation.text_model import TextModel, open_text_model
+from trilane.integrations.generation.text_model import TextModel, open_text_model, set_torch_threads
 
 __all__ = [
     "Difference",
@@ -16,4 +16,5 @@ __all__ = [
     "decode",
     "decode_all",
     "open_text_model",
+    "set_torch_threads",
 ]

@@ -23,6 +23,7 @@ from trilane.integrations.transformers import OffloadedModel
 from trilane.integrations.transformers.experts import is_experts
 from trilane.integrations.transformers.forward import bind, bound_layer
 
+EXPERTS_A_STEP = 8
 ALL_RESIDENT = {"cache": {"fraction": 1.0}, "policy": {"force": "stream"}}
 
 
@@ -72,11 +73,12 @@ def other_scheduler(handle: OffloadedModel, options: Mapping[str, Any]) -> Itera
 
 
 def make_resident(scheduler: ExpertScheduler) -> None:
-    """Bring every expert of every layer into its slot, by a step that uses all of them."""
+    """Bring every expert of every layer into its slot, by steps of one row: many rows a GPU may stream past them."""
+    x = np.zeros((1, scheduler.store.hidden), np.float32)
     for index, layer in enumerate(scheduler.store.layers):
-        ids = np.arange(layer.num_experts, dtype=np.int64)[:, None]
-        x = np.zeros((layer.num_experts, scheduler.store.hidden), np.float32)
-        scheduler.forward(index, x, ids, np.ones(ids.shape, np.float32))
+        for first in range(0, layer.num_experts, EXPERTS_A_STEP):
+            ids = np.arange(first, min(layer.num_experts, first + EXPERTS_A_STEP), dtype=np.int64)[None]
+            scheduler.forward(index, x, ids, np.ones(ids.shape, np.float32))
 
 
 @contextmanager

@@ -23,6 +23,7 @@ from trilane.store import ExpertStore
 from trilane.store_fill import Progress
 
 SHARD_NEURONS = 256  # of a slot
+SMALL_HIDDEN = 1024  # up to it, threads of torch cost more than they bring
 
 
 @dataclass(frozen=True)
@@ -143,6 +144,27 @@ def open_text_model(
         found = AutoTokenizer.from_pretrained(_folder(own))
     handle.model.eval()
     return TextModel(name, handle, found)
+
+
+def set_torch_threads(model: TextModel, wanted: int | None) -> int:
+    """Set how many threads torch's own operations use in this process.
+
+    Parameters
+    ----------
+    model : TextModel
+    wanted : int, optional
+        None: one for a small model on the host, where they would take turns with the workers on the same cores at each
+        of many short operations; as torch has it otherwise.
+
+    Returns
+    -------
+    int
+        How many there are now.
+    """
+    is_small = model.handle.model.config.hidden_size <= SMALL_HIDDEN and not model.handle.scheduler.on_gpu
+    if wanted is not None or is_small:
+        torch.set_num_threads(wanted or 1)
+    return torch.get_num_threads()
 
 
 def _folder(path: Path) -> Path:

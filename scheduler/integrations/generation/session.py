@@ -13,9 +13,9 @@ import typer
 from trilane.bundled_model import TINY, tiny_prompts
 from trilane.commands.status_line import StatusLine
 from trilane.errors import TrilaneError
-from trilane.integrations.generation import Step, TextModel, all_resident, decode
-from trilane.integrations.generation.decode import sampler
-from trilane.integrations.generation.identity import compare_steps
+from trilane.integrations.generation.decode import Step, decode, sampler
+from trilane.integrations.generation.identity import all_resident, compare_steps
+from trilane.integrations.generation.text_model import TextModel
 from trilane.integrations.transformers import Decoder
 from trilane.stats import Stats
 
