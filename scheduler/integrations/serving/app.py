@@ -1,0 +1,85 @@
+"""The application: routes and handlers of ``transformers serve`` over one open model, and ``/metrics``.
+
+It knows no socket and no process; ``server.py`` does.
+"""
+
+from __future__ import annotations
+
+from fastapi import FastAPI, Request, Response
+from fastapi.responses import JSONResponse
+from prometheus_client import CollectorRegistry, ProcessCollector
+from prometheus_client.exposition import choose_encoder
+
+from trilane.errors import ClosedError, TrilaneError
+from trilane.integrations.generation import TextModel
+from trilane.integrations.metrics import SchedulerCollector
+from trilane.integrations.serving.served_model import ServedModel
+
+try:
+    from transformers.cli.serving.chat_completion import ChatCompletionHandler
+    from transformers.cli.serving.completion import CompletionHandler
+    from transformers.cli.serving.response import ResponseHandler
+    from transformers.cli.serving.server import build_server
+    from transformers.cli.serving.transcription import TranscriptionHandler
+    from transformers.cli.serving.utils import GenerationState
+except ImportError as error:
+    import transformers
+
+    raise ImportError(
+        f"trilane.integrations.serving uses the server of transformers 5.17, but {transformers.__version__} lacks parts "
+        f"of it ({error}); pip install 'transformers==5.17.*'",
+        name=error.name,
+    ) from error
+
+
+def build_app(model: TextModel, name: str) -> FastAPI:
+    """An application that answers for one model.
+
+    Parameters
+    ----------
+    model : TextModel
+        Open; it stays its owner's. Texts are generated one after the other.
+    name : str
+        What requests call it.
+
+    Returns
+    -------
+    fastapi.FastAPI
+        ``/v1/chat/completions``, ``/v1/completions``, ``/v1/responses``, ``/v1/models``, ``/health``, ``/metrics``.
+
+    Raises
+    ------
+    TrilaneError
+        A name that requests cannot use.
+    """
+    served, state = ServedModel(model, name), GenerationState()
+    app = build_server(
+        served,
+        ChatCompletionHandler(model_manager=served, generation_state=state),
+        completion_handler=CompletionHandler(model_manager=served, generation_state=state),
+        response_handler=ResponseHandler(model_manager=served, generation_state=state),
+        transcription_handler=TranscriptionHandler(served, state),
+        generation_state=state,
+    )
+    app.add_exception_handler(TrilaneError, _failed)
+    add_metrics(app, SchedulerCollector({name: model.handle}))
+    return app
+
+
+def add_metrics(app: FastAPI, collector: SchedulerCollector) -> None:
+    """Let ``/metrics`` answer with a scheduler's counters and the process's memory and time."""
+    registry = CollectorRegistry()
+    registry.register(collector)
+    ProcessCollector(registry=registry)
+
+    @app.get("/metrics")
+    async def metrics(request: Request) -> Response:
+        encode, content_type = choose_encoder(request.headers.get("accept", ""))
+        return Response(encode(registry), headers={"content-type": content_type})
+
+
+async def _failed(request: Request, error: Exception) -> JSONResponse:
+    """A failure of the scheduler, as OpenAI's clients read it; 503 where the server is stopping."""
+    is_stopping = isinstance(error, ClosedError)
+    body = {"message": str(error), "type": type(error).__name__, "code": "stopping" if is_stopping else "failed"}
+    return JSONResponse({"error": body}, status_code=503 if is_stopping else 500)
