@@ -1,4 +1,4 @@
-"""Metrics for Prometheus: their names, units and sums are those of ``stats()``, and they come as a scrape wants them."""
+"""Metrics for Prometheus: names, units and sums are those of ``stats()``, in the form that a scrape wants."""
 
 from __future__ import annotations
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
+import asyncio
 import json
 import re
 import signal
@@ -18,6 +18,7 @@ import pytest
 torch = pytest.importorskip("torch")
 pytest.importorskip("transformers")
 
+import httpx  # noqa: E402
 import openai  # noqa: E402
 from hf_models import build_model  # noqa: E402
 from test_metrics import scraped  # noqa: E402
@@ -27,7 +28,8 @@ from trilane.bundled_model import tiny_path  # noqa: E402
 from trilane.cli import app  # noqa: E402
 from trilane.errors import ClosedError, TrilaneError  # noqa: E402
 from trilane.integrations.generation import open_text_model  # noqa: E402
-from trilane.integrations.serving import open_socket, served_name  # noqa: E402
+from trilane.integrations.gguf import gguf_tokenizer  # noqa: E402
+from trilane.integrations.serving import build_app, open_socket, served_name  # noqa: E402
 from trilane.integrations.serving.served_model import served_tokenizer  # noqa: E402
 from trilane.integrations.serving.turnstile import Turnstile  # noqa: E402
 
@@ -146,29 +148,192 @@ def test_the_port_of_a_running_server_is_refused(tiny):
         open_socket("127.0.0.1", int(tiny.url.rpartition(":")[2]))
 
 
+@pytest.mark.parametrize(
+    ("path", "body", "text"),
+    [
+        ("completions", {"prompt": ""}, "prompt"),
+        ("completions", {"prompt": ["a", "b"]}, "prompt"),
+        ("completions", {"prompt": "a", "max_tokens": 0}, "max_tokens"),
+        ("completions", {"prompt": "a", "temperature": -1}, "temperature"),
+        ("completions", {"prompt": "a", "top_p": 2}, "top_p"),
+        ("chat/completions", {"messages": []}, "messages"),
+        ("chat/completions", {"messages": [{"content": "a"}]}, "role"),
+        ("chat/completions", {"messages": "a"}, "messages"),
+    ],
+)
+def test_a_wrong_request_is_told_what_is_wrong(tiny, path, body, text):
+    with pytest.raises(openai.BadRequestError, match=text):
+        tiny.client.post(f"/{path}", body=body, cast_to=object)
+
+
+def test_there_is_no_ear(tiny):
+    with pytest.raises(openai.NotFoundError, match="text only"):
+        tiny.client.audio.transcriptions.create(model="tiny", file=b"RIFF")
+
+
 def test_sigterm_ends_it_within_seconds_in_the_midst_of_two_long_texts(tiny):
     """The last test on this server: one text streams, another waits behind it; both end with an error."""
+    tiny.metrics()
+    endless = {"model": "tiny", "prompt": PROMPT, "generation_config": json.dumps({"max_new_tokens": 50_000})}
     ended = []
 
     def ask_whole():
         try:
-            tiny.client.completions.create(model="tiny", prompt=PROMPT, max_tokens=50_000, temperature=1, seed=5)
+            tiny.client.post("/completions", body=endless, cast_to=object)
         except openai.APIError as error:
             ended.append(error)
 
-    waiting = threading.Thread(target=ask_whole)
-    with pytest.raises(openai.APIError):
-        with tiny.client.completions.create(
-            model="tiny", prompt=PROMPT, max_tokens=50_000, stream=True, extra_body={"generation_config": ENDLESS}
-        ) as stream:
+    waiting, began = threading.Thread(target=ask_whole), None
+    with pytest.raises(openai.APIError, match="stopping"):
+        with tiny.client.completions.create(stream=True, extra_body=endless, model="tiny", prompt=PROMPT) as stream:
             for number, _ in enumerate(stream):
                 if number == 2:
                     waiting.start()
-                    time.sleep(0.2)
-                    tiny.process.send_signal(signal.SIGTERM)
+                    time.sleep(0.3)
                     began = time.monotonic()
+                    tiny.process.send_signal(signal.SIGTERM)
     waiting.join()
     _, errors = tiny.process.communicate(timeout=END_S)
     assert tiny.process.returncode == 0 and time.monotonic() - began < END_S
-    assert len(ended) == 1 and "stopping" in str(ended[0])
+    assert len(ended) == 1 and ended[0].status_code == 503 and "stopping" in str(ended[0])
     assert "Traceback" not in errors and "hit rate" in errors  # what its lanes did, at the end
+
+
+# --------------------------------------------------------------------------------- without a process of its own
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory):
+    """A random model as a safetensors folder, with a tokenizer that has a chat template."""
+    folder = tmp_path_factory.mktemp("models") / "mine"
+    build_model("qwen3_moe", vocab_size=6144).save_pretrained(folder)
+    tokenizer = gguf_tokenizer(tiny_path())
+    tokenizer.chat_template = "{% for m in messages %}<{{ m['role'] }}> {{ m['content'] }} {% endfor %}<assistant>"
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
+async def asked(application, path: str, body: dict) -> dict:
+    """A request to an application without a socket."""
+    transport = httpx.ASGITransport(application)
+    async with httpx.AsyncClient(transport=transport, base_url="http://here") as client:
+        answer = await client.post(path, json=body, timeout=60)
+    assert answer.status_code == 200, answer.text
+    return answer.json()
+
+
+def test_a_safetensors_folder_with_a_chat_template(checkpoint):
+    model = open_text_model(str(checkpoint), slots=2, device="host")
+    messages = [
+        {"role": "user", "content": "hello"},
+        {"role": "assistant", "content": "x"},
+        {"role": "user", "content": "?"},
+    ]
+    with model.handle as handle:
+        body = {"model": "mine", "messages": messages, "max_completion_tokens": 6, "temperature": 0}
+        found = asyncio.run(asked(build_app(model, "mine"), "/v1/chat/completions", body))
+        ids, _ = model.encode([model.chat_text(messages)])
+        text = handle.model.generate(ids, max_new_tokens=6, do_sample=False)[0, ids.shape[1] :]
+    assert found["usage"]["prompt_tokens"] == ids.shape[1] and found["usage"]["completion_tokens"] == len(text)
+    assert found["choices"][0]["message"]["content"] == model.tokenizer.decode(text, skip_special_tokens=True)
+
+
+def test_a_first_token_that_a_gguf_file_asks_for_is_put_first():
+    model = open_text_model("tiny", slots=1, device="host")
+    with model.handle:
+        model.tokenizer.bos_token, model.tokenizer.add_bos_token = "<|endoftext|>", True
+        served = served_tokenizer(model)
+        ids, _ = model.encode(["hello you"])
+        assert served("hello you").input_ids == ids[0].tolist() and ids[0, 0] == served.bos_token_id
+        messages = [{"role": "user", "content": "hello you"}]
+        chat = served.apply_chat_template(messages, add_generation_prompt=True, tokenize=True, return_dict=True)
+        assert chat["input_ids"] == ids[0].tolist()
+        assert model.tokenizer.chat_template is None  # the owner's is as it was
+
+
+def test_a_stopped_turnstile_lets_nothing_through_and_waits_for_what_is_inside():
+    class Slow(torch.nn.Module):
+        def forward(self, x):
+            inside.set()
+            assert leave.wait(10)
+            return x + 1
+
+    inside, leave, model = threading.Event(), threading.Event(), Slow()
+    turnstile, found = Turnstile(model), []
+    caller = threading.Thread(target=lambda: found.append(model(torch.ones(1)).item()))
+    caller.start()
+    assert inside.wait(10)
+    stopper = threading.Thread(target=turnstile.stop)
+    stopper.start()
+    stopper.join(0.2)
+    assert stopper.is_alive()
+    leave.set()
+    stopper.join(10)
+    caller.join(10)
+    assert found == [2.0] and not stopper.is_alive()
+    with pytest.raises(ClosedError, match="stopping"):
+        model(torch.ones(1))
+    turnstile.remove()
+    assert model(torch.ones(1)).item() == 2.0
+
+
+def test_a_pass_that_fails_leaves_the_turnstile():
+    class Broken(torch.nn.Module):
+        def forward(self, x):
+            raise ValueError("broken")
+
+    model = Broken()
+    turnstile = Turnstile(model)
+    with pytest.raises(ValueError, match="broken"):
+        model(1)
+    turnstile.stop()  # would wait for ever
+
+
+def run(*args):
+    return CliRunner().invoke(app, ["serve", *map(str, args)])
+
+
+def test_a_port_in_use_is_named_before_a_model_is_loaded():
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        port = other.getsockname()[1]
+        error = run("no-such-model.gguf", "--port", port).exception
+    assert isinstance(error, TrilaneError) and f"127.0.0.1:{port}: the port is in use" in str(error)
+
+
+def test_an_address_of_another_machine_is_refused():
+    assert "no address of this machine" in str(run("tiny", "--host", "192.0.2.1", "--port", 0).exception)
+    assert "--host no.such.host.invalid" in str(run("tiny", "--host", "no.such.host.invalid", "--port", 0).exception)
+
+
+def test_no_such_model_is_named():
+    error = run("no-such-model.gguf", "--port", 0).exception
+    assert isinstance(error, (TrilaneError, OSError)) and "no-such-model.gguf" in str(error)
+
+
+def test_without_the_extra_it_is_named(monkeypatch):
+    from trilane.commands import text_extra
+
+    monkeypatch.setattr(text_extra, "NEEDED_TO_SERVE", ("openai", "fastapi_that_is_not_there"))
+    error = run("tiny").exception
+    assert isinstance(error, TrilaneError) and "trilane[serve]" in str(error)
+    assert "fastapi_that_is_not_there" in str(error) and "openai" not in str(error)
+
+
+def test_wrong_usage():
+    assert run("tiny", "--slots", 1, "--vram", "1MiB").exit_code == 2
+    assert run("tiny", "--port", 70_000).exit_code == 2
+
+
+@pytest.mark.parametrize(
+    ("model", "name", "wanted"),
+    [
+        ("tiny", None, "tiny"), ("models/Qwen3-30B-A3B-Q4_K_M.gguf", None, "Qwen3-30B-A3B-Q4_K_M"),
+        ("models/mine/", None, "mine"), ("tiny", "other/name", "other/name"),
+    ],
+)  # fmt: skip
+def test_what_clients_call_a_model(model, name, wanted):
+    assert served_name(model, name) == wanted
+
+
+@pytest.mark.parametrize("name", ["", "a:b.gguf", "a\nb"])
+def test_a_name_that_requests_cannot_use_is_refused(name):
+    with pytest.raises(TrilaneError, match="--name"):
+        served_name("tiny", name)

@@ -51,7 +51,5 @@ def serve(
             tokenizer=tokenizer, progress="auto",
         )  # fmt: skip
         with opened.handle:
-            serve_model(
-                opened, called, taken, lambda url: typer.echo(f"{called}: {url}/v1, metrics at {url}/metrics")
-            )
+            serve_model(opened, called, taken, lambda url: typer.echo(f"{called}: {url}/v1, metrics at {url}/metrics"))
             typer.echo(f"\n{opened.handle.stats()}", err=True)

@@ -107,7 +107,9 @@ def families(found: Mapping[str, Stats]) -> list[Metric]:
     pinned = GaugeMetricFamily("trilane_store_bytes", "Bytes of experts in host memory.", labels=["model", "memory"])
     warm = GaugeMetricFamily("trilane_warm_shards", "Shards in slots before the first step.", labels=["model"])
     unused = GaugeMetricFamily(
-        "trilane_inactive", "1 for a lane or feature that is not used, with the reason.", labels=["model", "name", "reason"]
+        "trilane_inactive",
+        "1 for a lane or feature that is not used, with the reason.",
+        labels=["model", "name", "reason"],
     )
     played = GaugeMetricFamily(
         "trilane_played_bytes_per_second", "Rate that a lane plays instead of its own.", labels=["model", "lane"]

@@ -10,26 +10,15 @@ from fastapi.responses import JSONResponse
 from prometheus_client import CollectorRegistry, ProcessCollector
 from prometheus_client.exposition import choose_encoder
 
+from transformers.cli.serving.response import ResponseHandler
+from transformers.cli.serving.server import build_server
+from transformers.cli.serving.utils import GenerationState
+
 from trilane.errors import ClosedError, TrilaneError
 from trilane.integrations.generation import TextModel
 from trilane.integrations.metrics import SchedulerCollector
+from trilane.integrations.serving.requests import ChatRequests, CompletionRequests, NoTranscription
 from trilane.integrations.serving.served_model import ServedModel
-
-try:
-    from transformers.cli.serving.chat_completion import ChatCompletionHandler
-    from transformers.cli.serving.completion import CompletionHandler
-    from transformers.cli.serving.response import ResponseHandler
-    from transformers.cli.serving.server import build_server
-    from transformers.cli.serving.transcription import TranscriptionHandler
-    from transformers.cli.serving.utils import GenerationState
-except ImportError as error:
-    import transformers
-
-    raise ImportError(
-        f"trilane.integrations.serving uses the server of transformers 5.17, but {transformers.__version__} lacks parts "
-        f"of it ({error}); pip install 'transformers==5.17.*'",
-        name=error.name,
-    ) from error
 
 
 def build_app(model: TextModel, name: str) -> FastAPI:
@@ -55,10 +44,10 @@ def build_app(model: TextModel, name: str) -> FastAPI:
     served, state = ServedModel(model, name), GenerationState()
     app = build_server(
         served,
-        ChatCompletionHandler(model_manager=served, generation_state=state),
-        completion_handler=CompletionHandler(model_manager=served, generation_state=state),
-        response_handler=ResponseHandler(model_manager=served, generation_state=state),
-        transcription_handler=TranscriptionHandler(served, state),
+        ChatRequests(served, state),
+        completion_handler=CompletionRequests(served, state),
+        response_handler=ResponseHandler(served, state),
+        transcription_handler=NoTranscription(served, state),
         generation_state=state,
     )
     app.add_exception_handler(TrilaneError, _failed)

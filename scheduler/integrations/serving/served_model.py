@@ -112,12 +112,24 @@ def served_tokenizer(model: TextModel) -> Any:
     begins = bool(getattr(tokenizer, "add_bos_token", False)) and tokenizer.bos_token_id is not None
     if not tokenizer.chat_template:
         tokenizer.chat_template = ("{{ bos_token }}" if begins else "") + LAST_MESSAGE
+        tokenizer.response_template = plain_answer(tokenizer, model.stops)
     if begins and tokenizer("a").input_ids[:1] != [tokenizer.bos_token_id]:
         bos = tokenizer.bos_token
         tokenizer.backend_tokenizer.post_processor = TemplateProcessing(
             single=f"{bos} $A", special_tokens=[(bos, tokenizer.bos_token_id)]
         )
     return tokenizer
+
+
+def plain_answer(tokenizer: Any, stops: frozenset[int]) -> dict[str, Any]:
+    """How an answer is read where there is no chat template: all of it is content, up to a token that ends the text.
+
+    Without this, transformers looks for the marks of the architecture's usual templates.
+    """
+    content: dict[str, Any] = {"content": "text"}
+    if stops:
+        content["close"] = tokenizer.convert_ids_to_tokens(sorted(stops))
+    return {"defaults": {"role": "assistant"}, "fields": {"content": content}}
 
 
 def served_generation(model: TextModel) -> Any:

@@ -44,7 +44,9 @@ def open_socket(host: str, port: int) -> socket.socket:
             host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
         )[0]
     except OSError as error:
-        raise TrilaneError(f"--host {host}: {error.strerror or error}; give a name or an address of this machine") from None
+        raise TrilaneError(
+            f"--host {host}: {error.strerror or error}; give a name or an address of this machine"
+        ) from None
     found = socket.socket(family, kind, protocol)
     try:
         found.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # or a restart waits a minute for old connections
