@@ -25,7 +25,7 @@ def scraped(text: str) -> dict:
 def busy(scheduler_of):
     """A scheduler that has done steps on the CPU lane and into slots, on a link whose rate is played."""
     scheduler = scheduler_of(
-        random_store(layers=2), cache={"slots": 8}, policy={"admit": "always"}, host={"link_gb_s": 4.0}
+        random_store(layers=2), cache={"slots": 8}, policy={"admit": "always"}, host_device={"link_gb_s": 4.0}
     )
     rng = np.random.default_rng(0)
     for step in range(12):

@@ -5,11 +5,10 @@ It knows no socket and no process; ``server.py`` does.
 
 from __future__ import annotations
 
-from fastapi import FastAPI, Request, Response
+from fastapi import FastAPI, HTTPException, Request, Response
 from fastapi.responses import JSONResponse
 from prometheus_client import CollectorRegistry, ProcessCollector
 from prometheus_client.exposition import choose_encoder
-
 from transformers.cli.serving.response import ResponseHandler
 from transformers.cli.serving.server import build_server
 from transformers.cli.serving.utils import GenerationState
@@ -51,6 +50,7 @@ def build_app(model: TextModel, name: str) -> FastAPI:
         generation_state=state,
     )
     app.add_exception_handler(TrilaneError, _failed)
+    app.add_exception_handler(HTTPException, _refused)
     add_metrics(app, SchedulerCollector({name: model.handle}))
     return app
 
@@ -68,7 +68,15 @@ def add_metrics(app: FastAPI, collector: SchedulerCollector) -> None:
 
 
 async def _failed(request: Request, error: Exception) -> JSONResponse:
-    """A failure of the scheduler, as OpenAI's clients read it; 503 where the server is stopping."""
-    is_stopping = isinstance(error, ClosedError)
-    body = {"message": str(error), "type": type(error).__name__, "code": "stopping" if is_stopping else "failed"}
-    return JSONResponse({"error": body}, status_code=503 if is_stopping else 500)
+    """A failure of the scheduler: 503 where the server is stopping."""
+    return _error(503 if isinstance(error, ClosedError) else 500, str(error), type(error).__name__)
+
+
+async def _refused(request: Request, error: HTTPException) -> JSONResponse:
+    """A request that the handlers, or the checks before them, did not take."""
+    return _error(error.status_code, error.detail, "invalid_request_error")
+
+
+def _error(status: int, message: str, kind: str) -> JSONResponse:
+    """An error as OpenAI's clients read it."""
+    return JSONResponse({"error": {"message": message, "type": kind, "code": status}}, status_code=status)

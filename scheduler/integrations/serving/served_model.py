@@ -6,18 +6,22 @@ Its handlers ask a model manager for a model and a tokenizer by name; this one h
 from __future__ import annotations
 
 import copy
+import re
 import time
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from fastapi import HTTPException
 from tokenizers.processors import TemplateProcessing
 from transformers.cli.serving.model_manager import ModelManager
+from transformers.cli.serving.utils import get_response_template
 
 from trilane.bundled_model import TINY
 from trilane.errors import TrilaneError
 from trilane.integrations.generation import TextModel
 
+PROBE = [{"role": "user", "content": "a"}]
 LAST_MESSAGE = "{{ messages[-1]['content'] }}"  # what `trilane run` does without a chat template
 
 
@@ -112,6 +116,8 @@ def served_tokenizer(model: TextModel) -> Any:
     begins = bool(getattr(tokenizer, "add_bos_token", False)) and tokenizer.bos_token_id is not None
     if not tokenizer.chat_template:
         tokenizer.chat_template = ("{{ bos_token }}" if begins else "") + LAST_MESSAGE
+    reading = get_response_template(tokenizer, model.handle.model)
+    if reading is not None and not is_read_by(tokenizer, reading):
         tokenizer.response_template = plain_answer(tokenizer, model.stops)
     if begins and tokenizer("a").input_ids[:1] != [tokenizer.bos_token_id]:
         bos = tokenizer.bos_token
@@ -121,15 +127,24 @@ def served_tokenizer(model: TextModel) -> Any:
     return tokenizer
 
 
-def plain_answer(tokenizer: Any, stops: frozenset[int]) -> dict[str, Any]:
-    """How an answer is read where there is no chat template: all of it is content, up to a token that ends the text.
+def is_read_by(tokenizer: Any, reading: Mapping[str, Any]) -> bool:
+    """Whether a response template finds in the tokenizer's chats where the answer begins.
 
-    Without this, transformers looks for the marks of the architecture's usual templates.
+    transformers has such templates by architecture, for the chat template that is usual there; with another one, it
+    would take the prompt for a part of the answer.
     """
+    chat = tokenizer.apply_chat_template(PROBE, tokenize=False, add_generation_prompt=True)
+    anchors = reading.get("start_anchor", ())
+    found = any(anchor in chat for anchor in ([anchors] if isinstance(anchors, str) else anchors))
+    return found or ("start_anchor_pattern" in reading and bool(re.search(reading["start_anchor_pattern"], chat)))
+
+
+def plain_answer(tokenizer: Any, stops: frozenset[int]) -> dict[str, Any]:
+    """A response template for which all behind the prompt is the answer, up to a token that ends the text."""
     content: dict[str, Any] = {"content": "text"}
     if stops:
         content["close"] = tokenizer.convert_ids_to_tokens(sorted(stops))
-    return {"defaults": {"role": "assistant"}, "fields": {"content": content}}
+    return {"defaults": {"role": "assistant"}, "start_anchor_pattern": r"\Z", "fields": {"content": content}}
 
 
 def served_generation(model: TextModel) -> Any:
