@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import re
 import signal
 import socket
@@ -42,7 +43,10 @@ class Running:
 
     def __init__(self, *args: object) -> None:
         command = [sys.executable, "-m", "trilane", "serve", *map(str, args), "--port", "0", "--device", "host"]
-        self.process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+        environment = os.environ | {"OMP_NUM_THREADS": "1"}  # as hf_models has it here: quicker at this size
+        self.process = subprocess.Popen(
+            command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment
+        )
         watchdog = threading.Timer(START_S, self.process.kill)
         watchdog.start()
         line = self.process.stdout.readline()
@@ -82,19 +86,19 @@ def wanted():
     model = open_text_model("tiny", slots=16, device="host")
     with model.handle as handle:
         ids, _ = model.encode([PROMPT])
-        found = handle.model.generate(ids, max_new_tokens=12, do_sample=False)
+        found = handle.model.generate(ids, max_new_tokens=8, do_sample=False)
     return model.tokenizer.decode(found[0, ids.shape[1] :], skip_special_tokens=True)
 
 
 def test_a_completion_is_the_models_own_text(tiny, wanted):
-    found = tiny.client.completions.create(model="tiny", prompt=PROMPT, max_tokens=12, temperature=0)
+    found = tiny.client.completions.create(model="tiny", prompt=PROMPT, max_tokens=8, temperature=0)
     assert found.choices[0].text == wanted and found.choices[0].finish_reason == "length"
-    assert found.usage.completion_tokens == 12 and found.model == "tiny"
+    assert found.usage.completion_tokens == 8 and found.model == "tiny"
 
 
 def test_a_stream_gives_the_same_text_in_pieces(tiny, wanted):
     with tiny.client.completions.create(
-        model="tiny", prompt=PROMPT, max_tokens=12, temperature=0, stream=True
+        model="tiny", prompt=PROMPT, max_tokens=8, temperature=0, stream=True
     ) as stream:
         pieces = [chunk.choices[0].text for chunk in stream]
     assert "".join(pieces) == wanted and sum(map(bool, pieces)) > 3
@@ -102,21 +106,21 @@ def test_a_stream_gives_the_same_text_in_pieces(tiny, wanted):
 
 def test_a_chat_without_a_template_goes_on_from_the_last_message(tiny, wanted):
     messages = [{"role": "system", "content": "unused"}, {"role": "user", "content": PROMPT}]
-    found = tiny.client.chat.completions.create(model="tiny", messages=messages, max_tokens=12, temperature=0)
-    assert found.choices[0].message.content == wanted.strip()  # as transformers cleans messages
+    found = tiny.client.chat.completions.create(model="tiny", messages=messages, max_tokens=8, temperature=0)
+    assert found.choices[0].message.content == wanted
     with tiny.client.chat.completions.create(
-        model="tiny", messages=messages, max_tokens=12, temperature=0, stream=True
+        model="tiny", messages=messages, max_tokens=8, temperature=0, stream=True
     ) as stream:
-        assert "".join(chunk.choices[0].delta.content or "" for chunk in stream).strip() == wanted.strip()
+        assert "".join(chunk.choices[0].delta.content or "" for chunk in stream) == wanted
 
 
 def test_a_temperature_counts_and_a_seed_repeats(tiny, wanted):
     def text(seed):
-        options = {"model": "tiny", "prompt": PROMPT, "max_tokens": 12, "temperature": 1.0, "seed": seed}
+        options = {"model": "tiny", "prompt": PROMPT, "max_tokens": 8, "temperature": 1.0, "seed": seed}
         return tiny.client.completions.create(**options).choices[0].text
 
-    found = [text(seed) for seed in (1, 1, 2, 3)]
-    assert found[0] == found[1] and len({*found, wanted}) > 2
+    found = [text(seed) for seed in (1, 1, 2)]
+    assert found[0] == found[1] and len({*found, wanted}) == 3
 
 
 def test_it_lists_its_model_and_refuses_another(tiny):
@@ -139,7 +143,7 @@ def test_a_reset_leaves_the_model_where_it_is(tiny, wanted):
     request = urllib.request.Request(f"{tiny.url}/reset", method="POST")
     with urllib.request.urlopen(request, timeout=30) as answer:
         assert json.load(answer) == {"status": "ok"}
-    found = tiny.client.completions.create(model="tiny", prompt=PROMPT, max_tokens=12, temperature=0)
+    found = tiny.client.completions.create(model="tiny", prompt=PROMPT, max_tokens=8, temperature=0)
     assert found.choices[0].text == wanted
 
 

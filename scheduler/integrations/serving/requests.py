@@ -5,7 +5,7 @@ The handlers themselves, their fields and their answers are not known here beyon
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NoReturn
 
 from fastapi import HTTPException
 from transformers.cli.serving.chat_completion import ChatCompletionHandler
@@ -63,6 +63,6 @@ def is_number(value: Any) -> bool:
     return isinstance(value, (int, float)) and not isinstance(value, bool) and abs(value) < float("inf")
 
 
-def refuse(field: str, value: Any, rule: str) -> None:
+def refuse(field: str, value: Any, rule: str) -> NoReturn:
     """Answer 400 with the field, its value and the rule."""
     raise HTTPException(status_code=400, detail=f"{field}: {str(value)[:80]!r}, but it {rule}")

@@ -141,7 +141,7 @@ def is_read_by(tokenizer: Any, reading: Mapping[str, Any]) -> bool:
 
 def plain_answer(tokenizer: Any, stops: frozenset[int]) -> dict[str, Any]:
     """A response template for which all behind the prompt is the answer, up to a token that ends the text."""
-    content: dict[str, Any] = {"content": "text"}
+    content: dict[str, Any] = {"content": "text", "content_args": {"strip": False}}
     if stops:
         content["close"] = tokenizer.convert_ids_to_tokens(sorted(stops))
     return {"defaults": {"role": "assistant"}, "start_anchor_pattern": r"\Z", "fields": {"content": content}}
