@@ -22,7 +22,7 @@ pytest.importorskip("transformers")
 
 import httpx  # noqa: E402
 import openai  # noqa: E402
-from cuda_cases import gpu_missing  # noqa: E402
+from cuda_backends import gpu_missing  # noqa: E402
 from hf_models import build_model  # noqa: E402
 from test_metrics import scraped  # noqa: E402
 from typer.testing import CliRunner  # noqa: E402
