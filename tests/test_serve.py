@@ -116,6 +116,13 @@ def test_a_chat_without_a_template_goes_on_from_the_last_message(tiny, wanted):
         assert "".join(chunk.choices[0].delta.content or "" for chunk in stream) == wanted
 
 
+def test_the_newer_form_of_a_conversation(tiny, wanted):
+    asked = {"model": "tiny", "input": PROMPT, "max_output_tokens": 8, "temperature": 0}
+    assert tiny.client.responses.create(**asked).output_text == wanted
+    with tiny.client.responses.create(**asked, stream=True) as stream:
+        assert "".join(e.delta for e in stream if e.type == "response.output_text.delta") == wanted
+
+
 def test_a_temperature_counts_and_a_seed_repeats(tiny, wanted):
     def text(seed):
         options = {"model": "tiny", "prompt": PROMPT, "max_tokens": 8, "temperature": 1.0, "seed": seed}
@@ -174,6 +181,9 @@ def test_the_port_of_a_running_server_is_refused(tiny):
         ("chat/completions", {"messages": []}, "messages"),
         ("chat/completions", {"messages": [{"content": "a"}]}, "role"),
         ("chat/completions", {"messages": "a"}, "messages"),
+        ("chat/completions", {"messages": [{"role": "user", "content": ""}]}, "no chat template"),
+        ("responses", {"input": ""}, "input"),
+        ("responses", {"input": "a", "max_output_tokens": 0.5}, "max_output_tokens"),
     ],
 )
 def test_a_wrong_request_is_told_what_is_wrong(tiny, path, body, text):

@@ -51,5 +51,9 @@ def serve(
             tokenizer=tokenizer, progress="auto",
         )  # fmt: skip
         with opened.handle:
-            serve_model(opened, called, taken, lambda url: typer.echo(f"{called}: {url}/v1, metrics at {url}/metrics"))
-            typer.echo(f"\n{opened.handle.stats()}", err=True)
+            try:
+                serve_model(
+                    opened, called, taken, lambda url: typer.echo(f"{called}: {url}/v1, metrics at {url}/metrics")
+                )
+            finally:
+                typer.echo(f"\n{opened.handle.stats()}", err=True)

@@ -9,14 +9,13 @@ from fastapi import FastAPI, HTTPException, Request, Response
 from fastapi.responses import JSONResponse
 from prometheus_client import CollectorRegistry, ProcessCollector
 from prometheus_client.exposition import choose_encoder
-from transformers.cli.serving.response import ResponseHandler
 from transformers.cli.serving.server import build_server
 from transformers.cli.serving.utils import GenerationState
 
 from trilane.errors import ClosedError, TrilaneError
 from trilane.integrations.generation import TextModel
 from trilane.integrations.metrics import SchedulerCollector
-from trilane.integrations.serving.requests import ChatRequests, CompletionRequests, NoTranscription
+from trilane.integrations.serving.requests import ChatRequests, CompletionRequests, NoTranscription, ResponseRequests
 from trilane.integrations.serving.served_model import ServedModel
 
 
@@ -45,7 +44,7 @@ def build_app(model: TextModel, name: str) -> FastAPI:
         served,
         ChatRequests(served, state),
         completion_handler=CompletionRequests(served, state),
-        response_handler=ResponseHandler(served, state),
+        response_handler=ResponseRequests(served, state),
         transcription_handler=NoTranscription(served, state),
         generation_state=state,
     )

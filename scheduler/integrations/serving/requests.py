@@ -10,6 +10,7 @@ from typing import Any, NoReturn
 from fastapi import HTTPException
 from transformers.cli.serving.chat_completion import ChatCompletionHandler
 from transformers.cli.serving.completion import CompletionHandler
+from transformers.cli.serving.response import ResponseHandler
 from transformers.cli.serving.transcription import TranscriptionHandler
 
 
@@ -23,6 +24,8 @@ class ChatRequests(ChatCompletionHandler):
         for number, message in enumerate(messages):
             if not isinstance(message.get("role"), str):
                 refuse(f"messages[{number}].role", message.get("role"), "must be a text such as 'user'")
+        if not self.model_manager.has_template and not messages[-1].get("content"):
+            refuse("messages[-1].content", "", "must be a text: the model has no chat template, and goes on from it")
         if "max_completion_tokens" in body:
             body.setdefault("max_tokens", body.pop("max_completion_tokens"))
         check_numbers(body)
@@ -40,6 +43,18 @@ class CompletionRequests(CompletionHandler):
         return await super().handle_request(body, request_id)
 
 
+class ResponseRequests(ResponseHandler):
+    """``/v1/responses``; streamed only if that is asked for, as OpenAI has it."""
+
+    async def handle_request(self, body: dict[str, Any], request_id: str) -> Any:
+        given = body.get("input")
+        if not isinstance(given, (str, list)) or not given:
+            refuse("input", given, "must be a text, or a list of one message or more")
+        body.setdefault("stream", False)
+        check_numbers(body)
+        return await super().handle_request(body, request_id)
+
+
 class NoTranscription(TranscriptionHandler):
     """``/v1/audio/transcriptions``: the models here have no ears."""
 
@@ -49,9 +64,11 @@ class NoTranscription(TranscriptionHandler):
 
 def check_numbers(body: dict[str, Any]) -> None:
     """Refuse lengths and temperatures that no text can be made with."""
-    tokens, temperature, top_p = (body.get(name) for name in ("max_tokens", "temperature", "top_p"))
-    if tokens is not None and (not is_number(tokens) or tokens != int(tokens) or tokens < 1):
-        refuse("max_tokens", tokens, "must be a whole number from 1 on")
+    for name in ("max_tokens", "max_output_tokens"):
+        tokens = body.get(name)
+        if tokens is not None and (not is_number(tokens) or tokens != int(tokens) or tokens < 1):
+            refuse(name, tokens, "must be a whole number from 1 on")
+    temperature, top_p = body.get("temperature"), body.get("top_p")
     if temperature is not None and not (is_number(temperature) and 0 <= temperature <= 100):
         refuse("temperature", temperature, "must be a number from 0, always the likeliest token, to 100")
     if top_p is not None and not (is_number(top_p) and 0 < top_p <= 1):

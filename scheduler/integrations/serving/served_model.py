@@ -45,7 +45,7 @@ class ServedModel(ModelManager):
     def __init__(self, model: TextModel, name: str) -> None:
         super().__init__(model_timeout=-1)  # loads nothing without a name
         self.force_model = checked_name(name)
-        self.tokenizer = served_tokenizer(model)
+        self.tokenizer, self.has_template = served_tokenizer(model), bool(model.tokenizer.chat_template)
         self.model = model.handle.model
         self.model.generation_config = served_generation(model)
         self._created = int(time.time())
