@@ -21,6 +21,7 @@ from trilane.commands.probe import probe
 from trilane.commands.record import record
 from trilane.commands.replay import replay
 from trilane.commands.run import run
+from trilane.commands.serve import serve
 from trilane.errors import TrilaneError
 
 app = typer.Typer(
@@ -37,6 +38,7 @@ app.command("config")(show_config)
 app.command("replay")(replay)
 app.command("record")(record)
 app.command("run")(run)
+app.command("serve")(serve)
 app.command("identity")(identity)
 
 

@@ -371,7 +371,8 @@ class CudaRunner:
             self._counted = self._device_counts()
 
     def _device_counts(self) -> np.ndarray:
-        """Steps and shards routed to, as the GPU counts them now."""
+        """Steps and shards routed to, as the GPU counts them now; on any thread, such as one that serves metrics."""
+        self.driver.make_current()
         state, stream = np.zeros((), TYPES["State"]), self.device.fill_stream
         self.driver.to_host(state.ctypes.data, self.device.address["state"], state.nbytes, stream)
         while not self.driver.finished(stream):

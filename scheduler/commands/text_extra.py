@@ -1,4 +1,4 @@
-"""What commands that generate text need beside the package: torch and transformers, and a clear word without them."""
+"""What commands that generate or serve text need beside the package, and a clear word without it."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import importlib.util
 from trilane.errors import TrilaneError
 
 NEEDED = ("torch", "transformers", "tokenizers")
+NEEDED_TO_SERVE = ("fastapi", "uvicorn", "openai", "prometheus_client")
 
 
 def missing_for_text() -> list[str]:
@@ -27,4 +28,20 @@ def need_text_extra(command: str) -> None:
         raise TrilaneError(
             f"{command}: {', '.join(missing)} not installed, but models run on them; install the extra: "
             "pip install 'trilane[hf]' (on a machine without a GPU, a CPU build of torch first saves gigabytes)"
+        )
+
+
+def need_serve_extra(command: str) -> None:
+    """The same for commands that answer requests.
+
+    Raises
+    ------
+    TrilaneError
+        It names what is missing and the extra that brings it.
+    """
+    missing = [*missing_for_text(), *(name for name in NEEDED_TO_SERVE if importlib.util.find_spec(name) is None)]
+    if missing:
+        raise TrilaneError(
+            f"{command}: {', '.join(missing)} not installed, but the server is made of them; install the extra: "
+            "pip install 'trilane[serve]' (on a machine without a GPU, a CPU build of torch first saves gigabytes)"
         )

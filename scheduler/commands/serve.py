@@ -1,0 +1,59 @@
+"""``trilane serve``: an OpenAI-compatible endpoint over a model whose experts are in a store."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from trilane.commands.options import size_option
+from trilane.commands.run import MODEL_HELP
+
+
+def serve(
+    model: Annotated[str, typer.Argument(metavar="MODEL", help=MODEL_HELP)],
+    host: Annotated[str, typer.Option(help="Address to listen at; 0.0.0.0 for all of this machine's.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(min=0, max=65535, help="0: a free one, which is printed.")] = 8000,
+    name: Annotated[
+        str | None, typer.Option(help="What requests call the model. Default: the file's or folder's name.")
+    ] = None,
+    slots: Annotated[int | None, typer.Option(min=0, help="Slots for so many experts a layer.")] = None,
+    vram: Annotated[str | None, typer.Option(help="Slots that fit into so many bytes, such as 8GiB.")] = None,
+    policy: Annotated[Path | None, typer.Option(help="Configuration file.")] = None,
+    device: Annotated[str, typer.Option(help="auto, host or cuda.")] = "auto",
+    format_name: Annotated[
+        str | None, typer.Option("--format", help="Quantise a checkpoint's experts to this. Default: as they are.")
+    ] = None,
+    tokenizer: Annotated[
+        Path | None, typer.Option(help="A folder with a tokenizer of transformers. Default: the model's own.")
+    ] = None,
+) -> None:
+    """Serve a model to OpenAI's clients, at /v1, with the scheduler's counters for Prometheus at /metrics.
+
+    The server is that of transformers. It has no keys and no TLS: put a proxy before it where others can reach it.
+    """
+    from trilane.commands.text_extra import need_serve_extra
+
+    if slots is not None and vram is not None:
+        raise typer.BadParameter("give one of --slots and --vram", param_hint="--slots")
+    nbytes = size_option("--vram", vram)
+    need_serve_extra("trilane serve")
+    from trilane.integrations.generation import open_text_model
+    from trilane.integrations.serving import open_socket, served_name
+    from trilane.integrations.serving import serve as serve_model
+
+    options: dict[str, Any] = {} if nbytes is None else {"cache": {"nbytes": nbytes}}
+    called = served_name(model, name)
+    with open_socket(host, port) as taken:
+        opened = open_text_model(
+            model, slots=slots, options=options, policy=policy, device=device, formats=format_name,
+            tokenizer=tokenizer, progress="auto",
+        )  # fmt: skip
+        with opened.handle:
+            try:
+                serve_model(
+                    opened, called, taken, lambda url: typer.echo(f"{called}: {url}/v1, metrics at {url}/metrics")
+                )
+            finally:
+                typer.echo(f"\n{opened.handle.stats()}", err=True)
