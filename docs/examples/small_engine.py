@@ -120,8 +120,7 @@ class SmallEngine:
 
     def _mix(self, q: Floats, text: Text, layer: int, places: NDArray[np.int64]) -> Floats:
         """Causal attention of new rows q (rows, heads, head size) over the cache; a kv head serves several heads."""
-        cached = slice(0, len(text.tokens))
-        keys, values = text.keys[layer, cached], text.values[layer, cached]
+        keys, values = text.keys[layer, : len(text.tokens)], text.values[layer, : len(text.tokens)]
         q = q.reshape(len(q), self.num_kv, -1, self.head_size)
         scores = np.einsum("rkhd,tkd->rkht", q, keys) / np.float32(np.sqrt(self.head_size))
         future = np.arange(len(text.tokens)) > places[:, None]
@@ -192,8 +191,7 @@ def main() -> None:
         with scheduler.request() as request:
             texts = generate(engine, ids, given.tokens, given.groups)
         seconds = time.perf_counter() - began
-        for text in texts:
-            print(tokenizer.decode(text.tokens), end="\n\n")
+        print(*(tokenizer.decode(text.tokens) for text in texts), sep="\n\n", end="\n\n")
         print(f"{len(ids) * given.tokens / seconds:.1f} tokens/s, {request.stats}")
 
 
