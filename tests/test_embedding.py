@@ -24,7 +24,7 @@ def test_examples_run(capsys: pytest.CaptureFixture[str]) -> None:
     names = run_examples(("",))
     assert {"store", "ticket", "started", "request", "second"} <= names.keys()
     printed = capsys.readouterr().out
-    assert "hit rate" in printed and "99" in printed and "of layer 0" in printed
+    assert "hit rate" in printed and "99" in printed and "layer 0, clock" in printed
 
 
 @pytest.mark.gpu
