@@ -107,7 +107,7 @@ def test_other_layers_keep_their_own_methods(config_class):
 
 
 def test_options_are_checked(config_class):
-    with pytest.raises(ConfigError, match="'stroe' is unknown.*'store'"):
+    with pytest.raises(ConfigError, match="stroe: is unknown.*'store'"):
         config_class.from_config({"stroe": "model"})
 
 

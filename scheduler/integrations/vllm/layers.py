@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from trilane.engine import ExpertScheduler
-from trilane.errors import ConfigError, StoreError, TrilaneError, did_you_mean
+from trilane.errors import ConfigError, Problem, StoreError, TrilaneError, did_you_mean
 from trilane.readers.finder import open_model
 from trilane.settings.effective_config import resolve_config
 from trilane.store import ExpertStore
@@ -61,7 +61,7 @@ class OffloadedLayers:
         for name in options:
             if name not in (*OPTIONS, "quant_method"):
                 known = f"there are {', '.join(OPTIONS)}.{did_you_mean(name, OPTIONS)}"
-                raise ConfigError([f"quantization_config: {name!r} is unknown, but {known}"])
+                raise ConfigError([Problem(name, f"is unknown, but {known}")], "quantization_config")
         self.options = dict(options)
         self.scheduler: ExpertScheduler | None = None
         self._sizes: dict[int, LayerSizes] = {}
@@ -105,10 +105,10 @@ class OffloadedLayers:
         cache = found.cache
         if device == "cuda" and cache.nbytes is None and cache.slots is None and cache.fraction is None:
             text = (
-                "cache: no size is given, but vLLM takes the memory that is left for its KV cache, and slots would "
-                "take it first; set cache.nbytes (say '8GiB') in the configuration that quantization_config names"
+                "no size is given, but vLLM takes the memory that is left for its KV cache, and slots would take it "
+                "first; set cache.nbytes (say '8GiB') in the configuration that quantization_config names"
             )
-            raise ConfigError([text])
+            raise ConfigError([Problem("cache", text)])
         store = self._load_store()
         self._indices = {number: index for index, number in enumerate(sorted(self._sizes))}
         self._check(store)
