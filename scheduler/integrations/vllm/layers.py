@@ -133,7 +133,8 @@ class OffloadedLayers:
         path = self.options.get("store")
         if path is None:
             raise ConfigError(
-                ["store: no model is named; set 'store' in quantization_config to a GGUF file or a folder"]
+                [Problem("store", "no model is named; set 'store' in quantization_config to a GGUF file or a folder")],
+                "quantization_config",
             )
         formats = self.options.get("formats")
         if open_model(path).kind == "gguf":
