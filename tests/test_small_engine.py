@@ -11,6 +11,8 @@ from threadpoolctl import threadpool_limits
 torch = pytest.importorskip("torch", reason="needs torch")
 pytest.importorskip("transformers", reason="needs transformers")
 
+from cuda_backends import gpu_missing  # noqa: E402
+
 from docs.examples.small_engine import Group, SmallEngine, generate  # noqa: E402
 from trilane import ArrayError, ExpertScheduler, ModelFileError  # noqa: E402
 from trilane.bundled_model import tiny_path, tiny_prompts  # noqa: E402
@@ -102,6 +104,15 @@ def test_an_eighth_of_the_slots_gives_the_same_bits(tiny, prompts, resident, gro
         assert scheduler.stats().hit_rate < 0.9
     assert [text.tokens for text in found] == [text.tokens for text in resident[groups]]
     assert (bits_of(found) == bits_of(resident[groups])).all()
+
+
+@pytest.mark.gpu
+def test_a_gpu_gives_the_same_bits(tiny, prompts, resident):
+    if gpu_missing():
+        pytest.skip(gpu_missing())
+    with ExpertScheduler(tiny.handle.store, config={"cache": {"fraction": 0.125}}, device="cuda") as scheduler:
+        found = generate(SmallEngine(tiny_path(), scheduler), prompts, TOKENS, 2)
+    assert (bits_of(found) == bits_of(resident[2])).all()
 
 
 def test_two_groups_have_a_step_in_flight_while_the_engine_attends(tiny, prompts, monkeypatch):
