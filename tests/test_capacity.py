@@ -281,7 +281,8 @@ def test_hit_rates_and_times_follow_the_slots(gguf):
         routed = 2 * sum(sum(layer) for layer in sizes.shard_nbytes)  # two experts of each layer
         assert all(sum(row.lane_nbytes.values()) == pytest.approx(routed) for row in rows)
         if name == "uniform":
-            assert hits == pytest.approx([count / 32 for count in slots], abs=0.06)
+            # with 16 experts in all, slots that chance fills for one layer are missed by the other
+            assert hits == pytest.approx([count / 32 for count in slots], abs=0.08)
     found = outlook.to_dict()["by_slots"][0]
     assert found["tokens_a_second_at_most"] == pytest.approx(1e6 / found["moe_us"])
     assert found["tokens_a_second_with_trunk"] == pytest.approx(1e6 / (found["moe_us"] + 1.0))
