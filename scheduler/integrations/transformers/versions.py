@@ -7,10 +7,11 @@ import re
 from collections.abc import Callable
 
 LEAST = {"torch": (2, 6), "transformers": (5, 17)}
+BELOW = {"transformers": (5, 18)}  # calls quantisers with other arguments
 
 
 def check_versions(version_of: Callable[[str], str] = importlib.metadata.version) -> None:
-    """Raise where one is missing or too old.
+    """Raise where one is missing, too old or too new.
 
     Raises
     ------
@@ -23,5 +24,13 @@ def check_versions(version_of: Callable[[str], str] = importlib.metadata.version
             found = version_of(name)
         except importlib.metadata.PackageNotFoundError:
             raise ImportError(f"{needed}, which is not installed; pip install 'trilane[hf]'", name=name) from None
-        if tuple(map(int, re.findall(r"\d+", found)[:2])) < least:
+        numbers = tuple(map(int, re.findall(r"\d+", found)[:2]))
+        if numbers < least:
             raise ImportError(f"{needed}, but {found} is installed; pip install -U 'trilane[hf]'", name=name)
+        if numbers >= BELOW.get(name, (numbers[0] + 1,)):
+            below = ".".join(map(str, BELOW[name]))
+            raise ImportError(
+                f"trilane.integrations.transformers needs {name} below {below}, but {found} is installed; pip install "
+                f"'{name}<{below}'",
+                name=name,
+            )
