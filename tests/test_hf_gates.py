@@ -120,4 +120,6 @@ def test_what_is_not_there_or_too_old_is_said(versions, text):
 
 
 def test_newer_ones_are_fine():
-    check_versions({"torch": "3.0.0a0+git1", "transformers": "6.0.dev0"}.__getitem__)
+    check_versions({"torch": "3.0.0a0+git1", "transformers": "5.17.dev0"}.__getitem__)
+    with pytest.raises(ImportError, match="transformers below 5.18, but 5.24.0 is installed"):
+        check_versions({"torch": "2.6.0", "transformers": "5.24.0"}.__getitem__)
