@@ -13,7 +13,7 @@ import numpy as np
 from trilane.expert import decision, expert_of
 from trilane.neighbours import ONE
 from trilane.records import record
-from trilane.state import HELD, NUM_COMING, NUM_NEAR, NUM_PAST, NUM_WANTED, RAISED, WORD
+from trilane.state import HELD, MOST_FOLLOWED, NUM_COMING, NUM_NEAR, NUM_PAST, NUM_WANTED, RAISED, WORD
 
 FAULTS = (
     "none",
@@ -225,6 +225,9 @@ def _past_fault(state, geometry):
         rates += state.near_rate[k] if k < state.num_near[0] else 0
     if rates > ONE:
         return PAST
+    for row in range(NUM_PAST):
+        if state.alike[row] < 0 or state.alike[row] > MOST_FOLLOWED * 1024:
+            return PAST
     if state.last_layer[0] < 0 or state.last_layer[0] >= geometry.num_layers:
         return LAST_STEP
     if state.last_clock[0] < 0 or state.last_clock[0] > state.clock[0]:

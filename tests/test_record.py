@@ -239,7 +239,7 @@ def test_imported_traces_and_other_versions_are_not_verified(store, scheduler_of
         {"state": {**base.state, "past": np.full_like(base.state["past"], 1 << 31)}},
         {"state": {**base.state, "row": base.state["row"] + NUM_PAST}},
         {"state": {**base.state, "near": base.state["near"] + NUM_PAST}},
-        {"state": {**base.state, "near_rate": base.state["near_rate"] + 200}},
+        {"state": {**base.state, "near_rate": base.state["near_rate"] + 200, "num_near": np.array([2])}},
         {"state": {**base.state, "num_near": np.array([NUM_NEAR + 1])}},
         {"state": {**base.state, "last_layer": base.state["last_layer"] - 9}},
         {"state": {name: value for name, value in base.state.items() if name != "heap"}},
