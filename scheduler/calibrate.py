@@ -22,7 +22,7 @@ from trilane.cpu_kernels.cpus import CpuBudget, read_cpu_budget, suggest_num_thr
 from trilane.cpu_kernels.formats import FORMATS
 from trilane.cpu_kernels.host_device import LANE_THREADS, suggest_team_size
 from trilane.host_runner import HostRunner
-from trilane.lane_probe import QUICK_REPEATS, REPEATS, measure_fixed_costs
+from trilane.lane_probe import measure_fixed_costs
 from trilane.probes.contention import Contention, even_share, measure_contention
 from trilane.probes.copies import CopyRates, measure_copies
 from trilane.probes.handover import measure_handover
@@ -46,8 +46,8 @@ COPY_NBYTES = (64 << 10, 256 << 10, 1 << 20, 4 << 20)
 IN_FLIGHT = (1, 2, 4, 8)
 TOGETHER_EXPERTS = 16
 QUICK_NBYTES = 512 << 20  # of memory that the quick mode works on, at most
-PASSES, QUICK_PASSES = 7, 2
-FULL_S, QUICK_S = 25.0, 2.5  # no further pass that would end later, the compiler's time not counted
+PASSES, QUICK_PASSES = 7, 3
+FULL_S, QUICK_S = 25.0, 2.8  # no further pass that would end later, the compiler's time not counted
 STEP_EXPERTS = 16
 
 
@@ -191,7 +191,7 @@ LaneKey = tuple[str, str, int, int]  # lane, format, threads, rows
 def _measure_experts(session: Session, previous: dict[LaneKey, LaneTimes] | None) -> dict[LaneKey, LaneTimes]:
     """Every format on the CPU lane by threads, and on the device and link threads; one row and a batch."""
     found: dict[LaneKey, LaneTimes] = {}
-    most, samples = session.thread_counts[-1], 5 if session.quick else 11
+    most, samples = session.thread_counts[-1], 7 if session.quick else 11
     for name in session.format_order:
         experts = session.experts(name)
         counts = session.thread_counts if name == session.base_format or not session.quick else (most,)
@@ -302,7 +302,7 @@ def _together_fields(session: Session, found: Contention) -> dict[str, Any]:
 
 def _measure_steps(session: Session, previous: dict[str, float] | None) -> dict[str, float]:
     _need(session, "experts", "copies", "in_place")
-    costs = measure_fixed_costs(session.runner, session.profile, QUICK_REPEATS if session.quick else REPEATS)
+    costs = measure_fixed_costs(session.runner, session.profile)
     return {name: min(us, (previous or {}).get(name, us)) for name, us in costs.items()}
 
 
@@ -354,7 +354,7 @@ def calibrate(
     on_progress : callable, optional
         Called with the title of each measurement before it begins, and the part of all that is done.
     most_s : float, optional
-        No further pass that would end later, the compiler's time not counted; 25 by default, 2.5 in the quick mode.
+        No further pass that would end later, the compiler's time not counted; 25 by default, 2.8 in the quick mode.
 
     Raises
     ------

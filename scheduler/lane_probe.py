@@ -19,7 +19,7 @@ from trilane.layer_rates import layer_rates
 from trilane.plan import Options, make_options
 from trilane.profile import FIXED_COSTS, MachineProfile
 
-REPEATS, QUICK_REPEATS = 9, 6  # of each kind of steps
+REPEATS = 9  # of each kind of steps
 MAX_EXPERTS = 6
 SEED = 7
 PLACES = {"hit": HITS_US, "stream": FETCH_US, "zero_copy": FETCH_US, "cpu": CPU_US}
