@@ -13,7 +13,6 @@ from typing import Any
 from trilane.cpu_kernels.atomics import (
     add_at,
     fence,
-    futex_wait,
     futex_wake,
     load_at,
     mono_ns,
@@ -50,8 +49,9 @@ def address_of(block, index):
 
 
 @compiled
-def await_word(address, value, abort_address):
-    """Wait until the word at ``address`` is at least ``value``; False if the abort word was set first."""
+def await_word(shard, index, value, abort_address):
+    """Wait until a word of a shard is at least ``value``; False if the abort word was set first."""
+    address, sleepers = address_of(shard, index), address_of(shard, Shard.SLEEPERS)
     spins = 0
     seen = load_at(address)
     while seen < value:
@@ -61,7 +61,7 @@ def await_word(address, value, abort_address):
         if spins < SPINS_BEFORE_SLEEP:
             pause()
         else:
-            futex_wait(address, seen, SLEEP_SLICE_NS)
+            park_while(address, seen, sleepers, SLEEP_SLICE_NS)
         seen = load_at(address)
     return True
 
@@ -94,26 +94,8 @@ def _up_task(layer, shard, chunk, num_chunks):
 
 
 @compiled
-def _await_records(shard, up_chunks, abort_address):
-    """Wait until all gate/up chunks are done and activated; False if the abort word was set first."""
-    progress, sleepers = address_of(shard, Shard.PROGRESS), address_of(shard, Shard.SLEEPERS)
-    spins = 0
-    seen = load_at(progress)
-    while seen <= up_chunks:
-        if load_at(abort_address) != 0:
-            return False
-        spins += 1
-        if spins < SPINS_BEFORE_SLEEP:
-            pause()
-        else:
-            park_while(progress, seen, sleepers, SLEEP_SLICE_NS)
-        seen = load_at(progress)
-    return True
-
-
-@compiled
 def _down_task(layer, shard, chunk, num_chunks, up_chunks, abort_address):
-    if not _await_records(shard, up_chunks, abort_address):
+    if not await_word(shard, Shard.PROGRESS, up_chunks + 1, abort_address):
         return False
     hidden = word(layer, Layer.HIDDEN)
     multiply_down(layer, shard, _chunk(hidden, chunk, num_chunks), _chunk(hidden, chunk + 1, num_chunks))
@@ -169,7 +151,7 @@ def run_device_job(job):
     sleep_until_ns(due)
     set_word(job, DeviceJob.HITS_END_NS, mono_ns())
     for _ in range(word(job, DeviceJob.NUM_STREAMED)):
-        if not await_word(address_of(shard, Shard.LANDED), 1, address_of(job, DeviceJob.ABORT)):
+        if not await_word(shard, Shard.LANDED, 1, address_of(job, DeviceJob.ABORT)):
             return ABORTED
         due = max(due, mono_ns()) + _played_ns(shard, played_ps)
         run_shard(layer, shard)

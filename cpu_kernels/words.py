@@ -61,7 +61,7 @@ class Shard(IntEnum):
     NBYTES = 20
     # What changes while the shard is computed, apart from what everybody reads (cores fetch 128 bytes at a time).
     PROGRESS = 32  # gate/up chunks done; one more once the records are there
-    SLEEPERS = 33  # threads that sleep until then
+    SLEEPERS = 33  # threads that sleep until one of the two moves on
     LANDED = 34  # 1 once the bytes may be read
     SIZE = 48
 
