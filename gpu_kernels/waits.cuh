@@ -8,15 +8,6 @@ DEV void fail(const Step& step, u32 clock, int error) {
   if (step.error) *(volatile u32*)(step.error + error) = clock;
 }
 
-// One thread: until a word that another device or the host writes equals a value. False: aborted.
-DEV bool wait_for(const Step& step, const u32* word, u32 value) {
-  for (u32 looks = 1; load_acquire_system(word) != value; looks++) {
-    if ((looks & 63u) == 0 && step.abort && load_acquire_system(step.abort)) return false;
-    rest();
-  }
-  return true;
-}
-
 // One warp: until `count` words, `stride` apart, that thread blocks of this launch write have the value; they will.
 DEV void wait_for_blocks(const u32* words, int count, int stride, u32 value) {
   int lane = threadIdx.x % 32;
