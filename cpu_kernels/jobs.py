@@ -224,10 +224,8 @@ def _run_tasks(words, mine, worker):
         if not _run_task(words, mine, claim & LOW32, worker):
             return False
         done += 1
-    if (
-        done > 0 and add_at(words + DONE, done) + done == num_tasks
-    ):  # unless it was the last, the job may be gone by now
-        _finish(words)
+    if done > 0 and add_at(words + DONE, done) + done == num_tasks:
+        _finish(words)  # else the job may be gone by now
     return True
 
 

@@ -22,7 +22,7 @@ from trilane.cuda_copier import await_issue, post_copies, thaw
 from trilane.cuda_fills import tend_fills
 from trilane.cuda_mail import await_rows, take_mail
 from trilane.cuda_plan import NUM_COPIES, NUM_CPU, lay_out_cpu, lay_out_plan, release_plan
-from trilane.cuda_words import END, Control, Failure, Fault, Marks, Place, fail, u32_at
+from trilane.cuda_words import END, Control, Failure, Fault, Marks, Place, control_word, fail, u32_at
 from trilane.eviction import settle_expert, touch_expert
 from trilane.host_step import cut_tasks, point_rows
 from trilane.jit import compiled, native
@@ -143,12 +143,6 @@ def _count_hits(wire, seen, state, geometry, clock):
 
 
 # ------------------------------------------------------------------------------------------------ threads
-@compiled
-def control_word(words, place):
-    """A word of the control block, as another thread left it."""
-    return load_at(words + 8 * place)
-
-
 @compiled
 def _let_hold(words):
     """Let the host have the state for as long as it wants it."""

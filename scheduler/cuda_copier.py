@@ -18,7 +18,6 @@ from trilane.cpu_kernels.atomics import (
     add_at,
     fence,
     futex_wake,
-    load_at,
     mono_ns,
     pause,
     sleep_ns,
@@ -29,7 +28,7 @@ from trilane.cpu_kernels.float_env import TASK_SIGNATURE
 from trilane.cpu_kernels.parking import park_while
 from trilane.cpu_kernels.words import word
 from trilane.cuda_plan import NUM_COPIES
-from trilane.cuda_words import Control, Failure, Fault, Place, fail, u32_at
+from trilane.cuda_words import Control, Failure, Fault, Place, control_word, fail, u32_at
 from trilane.expert import CPU, STREAM, ZERO_COPY
 from trilane.gpu_kernels.driver_calls import copy_to_device, set_context, write_value
 from trilane.jit import compiled, native
@@ -44,11 +43,6 @@ HELD_NAP_NS = 200_000
 INJECTED = 999  # the status of a copy that a test lets fail
 
 
-@compiled
-def _at(words, place):
-    return load_at(words + 8 * place)
-
-
 def frozen_options(options: Options) -> Options:
     """What steps are planned with while no slot may change hands."""
     lanes = options.lanes & ~(1 << STREAM)
@@ -60,7 +54,7 @@ def frozen_options(options: Options) -> Options:
 def _wake(words):
     add_at(words + 8 * Control.POSTED, 1)
     fence()
-    if _at(words, Control.PARKED) > 0:
+    if control_word(words, Control.PARKED) > 0:
         futex_wake(words + 8 * Control.POSTED, 1)
 
 
@@ -91,10 +85,10 @@ def post_fill(wire, target, source, nbytes):
 def await_issue(wire, ticket):
     """Until the driver has taken the copies of a list; where it stands still, the step does without them."""
     words, looks = wire.places[Place.CONTROL], 0
-    while ticket > 0 and _at(words, Control.ISSUED) < ticket:
-        if _at(words, Control.STOP) != 0 or _at(words, Control.FAILURE) != Failure.NONE:
+    while ticket > 0 and control_word(words, Control.ISSUED) < ticket:
+        if control_word(words, Control.STOP) != 0 or control_word(words, Control.FAILURE) != Failure.NONE:
             return
-        begun = _at(words, Control.CALLED_NS)
+        begun = control_word(words, Control.CALLED_NS)
         if begun != 0 and mono_ns() - begun > RESCUE_NS and wire.control[Control.READABLE] != 0:
             _give_up(wire, ticket)
             return
@@ -120,7 +114,7 @@ def _give_up(wire, ticket):
 def thaw(run):
     """Let slots change hands again once every copy that was begun has landed."""
     wire = run.wire
-    is_over = _at(wire.places[Place.CONTROL], Control.ISSUED) == wire.control[Control.LISTED]
+    is_over = control_word(wire.places[Place.CONTROL], Control.ISSUED) == wire.control[Control.LISTED]
     if is_over and u32_at(wire.places[Place.COPIED]) == wire.control[Control.LIST_SEQUENCE]:
         wire.control[Control.FROZEN] = 0
 
@@ -146,7 +140,7 @@ def _begin_call(wire):
     """Before a call of the driver: whoever waits sees since when."""
     words = wire.places[Place.CONTROL]
     store_at(words + 8 * Control.CALLED_NS, mono_ns())
-    while _at(words, Control.FAULT) == Fault.HELD_DRIVER and _at(words, Control.STOP) == 0:
+    while control_word(words, Control.FAULT) == Fault.HELD_DRIVER and control_word(words, Control.STOP) == 0:
         sleep_ns(HELD_NAP_NS)
 
 
@@ -156,7 +150,7 @@ def _issue_list(wire, ticket):
     words, driver, stream = wire.places[Place.CONTROL], wire.places[Place.DRIVER], wire.places[Place.COPY_STREAM]
     sequence, writes = wire.control[Control.LIST_SEQUENCE], wire.control[Control.FAULT] != Fault.LOST_FLAG
     for k in range(wire.control[Control.LIST_SIZE]):
-        if _at(words, Control.GIVEN_UP) >= ticket:
+        if control_word(words, Control.GIVEN_UP) >= ticket:
             break
         _begin_call(wire)
         copy = wire.copies[k]
@@ -187,20 +181,25 @@ def _issue_fill(wire, number):
 def issue(run):
     """Hand what was posted to the driver, what a step waits for first; True if there was something."""
     wire = run.wire
-    words, status = wire.places[Place.CONTROL], 0
-    ticket, number = _at(words, Control.LISTED), _at(words, Control.FILL_POSTED)
+    words = wire.places[Place.CONTROL]
+    ticket, number = control_word(words, Control.LISTED), control_word(words, Control.FILL_POSTED)
     if ticket != wire.control[Control.ISSUED]:
-        status = _issue_list(wire, ticket)
-        store_at(words + 8 * Control.ISSUED, ticket)
+        _end_call(wire, _issue_list(wire, ticket), Control.ISSUED, ticket)
     elif number != wire.control[Control.FILL_ISSUED]:
-        status = _issue_fill(wire, number)
-        store_at(words + 8 * Control.FILL_ISSUED, number)
+        _end_call(wire, _issue_fill(wire, number), Control.FILL_ISSUED, number)
     else:
         return False
+    return True
+
+
+@compiled(counted=False)
+def _end_call(wire, status, place, number):
+    """After the calls for a list or a fill: whoever waits for its number finds no call under way, and any failure."""
+    words = wire.places[Place.CONTROL]
     store_at(words + 8 * Control.CALLED_NS, 0)
     if status != 0:
         fail(wire, Failure.COPY, status)
-    return True
+    store_at(words + 8 * place, number)
 
 
 @functools.cache
@@ -213,11 +212,11 @@ def copier_task(run_kind: Any) -> Any:
         words, run = word(block, 0), word(block, 1)
         set_context(word(block, 2), word(block, 3))
         last = mono_ns()
-        while _at(words, Control.STOP) == 0:
-            posted = _at(words, Control.POSTED)
+        while control_word(words, Control.STOP) == 0:
+            posted = control_word(words, Control.POSTED)
             if work(run):
                 last = mono_ns()
-            elif mono_ns() - last < _at(words, Control.HOT_NS) and mono_ns() - last < HOT_NS:
+            elif mono_ns() - last < control_word(words, Control.HOT_NS) and mono_ns() - last < HOT_NS:
                 pause()
             else:
                 park_while(words + 8 * Control.POSTED, posted, words + 8 * Control.PARKED, PARK_NS)

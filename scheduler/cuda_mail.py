@@ -14,6 +14,7 @@ from trilane.cuda_words import (
     TOP_K,
     Control,
     Place,
+    control_word,
     u32_at,
 )
 from trilane.jit import compiled
@@ -90,7 +91,7 @@ def _take_whole(wire, grouping, num_layers):
 def await_rows(wire):
     """Until the mailbox is closed: a brief says nothing of the rows. False if nothing will run any more."""
     while u32_at(wire.places[Place.MAIL] + END) != wire.control[Control.SEQUENCE]:
-        if load_at(wire.places[Place.CONTROL] + 8 * Control.STOP) != 0:
+        if control_word(wire.places[Place.CONTROL], Control.STOP) != 0:
             return False
         pause()
     return True

@@ -120,8 +120,11 @@ def _add_item(wire, tables, grouping, marks, layer, i, j, fate):
     store32_at(item + ITEM_SHARD, np.int32(j))
     store32_at(item + ITEM_SEQUENCE, sequence)
     fill = in_slot if fate == IN_PLACE else 0
-    if fate == COPIED and is_pinned(wire, tables, grouping, layer, i, j):
-        fill = source  # where to read it if no copy comes
+    if fate == COPIED:
+        if is_pinned(wire, tables, grouping, layer, i, j):
+            fill = source  # where to read it if no copy comes
+        else:
+            wire.control[Control.READABLE] = 0
     set_word(item + ITEM_FILL, 0, fill)
     store32_at(item + ITEM_POSITION, np.int32(grouping.first_position[i]))
     store32_at(item + ITEM_SEQUENCE_2, sequence)
@@ -142,7 +145,6 @@ def _add_copied(wire, tables, grouping, marks, layer, i, j, left):
         copy[1] = source_address(tables, layer, grouping.experts[i], j)
         copy[2] = 0
         for k in range(j, j + left):
-            wire.control[Control.READABLE] &= np.int64(is_pinned(wire, tables, grouping, layer, i, k))
             copy[2] += tables.descriptor[layer, k, layout.NBYTES]
     _add_item(wire, tables, grouping, marks, layer, i, j, COPIED)
     return left - 1

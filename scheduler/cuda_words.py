@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from trilane.cpu_kernels.atomics import load32_at, store32_at
+from trilane.cpu_kernels.atomics import load32_at, load_at, store32_at
 from trilane.cpu_kernels.host_workspace import Workspace
 from trilane.expert import Geometry
 from trilane.gpu_kernels.words import TYPES
@@ -202,6 +202,12 @@ ITEM_FLAG, ITEM_ROWS, ITEM_SEQUENCE_3 = (_offset("Item", name) for name in ("fla
 UPDATE_ENTRY, UPDATE_SLOT, UPDATE_SEQUENCE = (_offset("Update", name) for name in ("entry", "slot", "sequence"))
 SEQUENCE, COUNT, PLAN_UPDATES = (_offset("WorkList", name) for name in ("sequence", "count", "num_updates"))
 assert (SEQUENCE, COUNT) == (_offset("Updates", "sequence"), _offset("Updates", "count"))
+
+
+@compiled
+def control_word(words, place):
+    """A word of the control block, as another thread left it; ``words`` is the block's address."""
+    return load_at(words + 8 * place)
 
 
 @compiled
