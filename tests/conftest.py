@@ -73,6 +73,27 @@ def scheduler_of() -> Any:
         scheduler.close()
 
 
+@pytest.fixture(scope="module")
+def one_torch_thread() -> Iterator[None]:
+    """One thread for torch's sums, whose order depends on their number."""
+    import torch
+
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture(scope="module")
+def tiny() -> Iterator[Any]:
+    """The bundled model, open on the host device."""
+    from trilane.integrations.generation import open_text_model
+
+    opened = open_text_model("tiny", device="host")
+    with opened.handle:
+        yield opened
+
+
 @pytest.fixture
 def played(monkeypatch: pytest.MonkeyPatch) -> Any:
     """Opens schedulers on played GPUs; in the end each one's state is checked and nothing is left of its memory."""

@@ -37,7 +37,7 @@ DECISIONS = {
     ),
     "guard",
 }
-LAZY = ("integrations", "commands.run_session")  # only functions import these
+LAZY = ("integrations",)  # only functions import these
 LEAVES = {"jit", "records", "errors"}
 # Who may import whom, as prefixes of module names below "trilane."; the first rule that fits a module counts.
 # The rest (engine, store, stats, devices, command line, integrations) may import everything.

@@ -16,7 +16,7 @@ from cuda_backends import gpu_missing  # noqa: E402
 from docs.examples.small_engine import Group, SmallEngine, generate  # noqa: E402
 from trilane import ArrayError, ExpertScheduler, ModelFileError  # noqa: E402
 from trilane.bundled_model import tiny_path, tiny_prompts  # noqa: E402
-from trilane.integrations.generation import all_resident, decode_all, open_text_model  # noqa: E402
+from trilane.integrations.generation import all_resident, decode_all  # noqa: E402
 from trilane.integrations.generation.identity import make_resident  # noqa: E402
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -26,19 +26,9 @@ RESIDENT = {"cache": {"fraction": 1.0}, "policy": {"force": "stream"}}
 
 
 @pytest.fixture(scope="module", autouse=True)
-def one_thread():
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
+def one_thread(one_torch_thread):
     with threadpool_limits(1, user_api="blas"):
         yield
-    torch.set_num_threads(before)
-
-
-@pytest.fixture(scope="module")
-def tiny():
-    opened = open_text_model("tiny", device="host")
-    with opened.handle:
-        yield opened
 
 
 @pytest.fixture(scope="module")

@@ -7,7 +7,7 @@ pytest.importorskip("transformers", reason="needs transformers")
 
 from trilane.bundled_model import tiny_prompts  # noqa: E402
 from trilane.errors import TrilaneError  # noqa: E402
-from trilane.integrations.generation import all_resident, decode, open_text_model  # noqa: E402
+from trilane.integrations.generation import all_resident, decode  # noqa: E402
 from trilane.integrations.generation.identity import compare_decoding, compare_steps, other_scheduler  # noqa: E402
 from trilane.integrations.generation.proof import (  # noqa: E402
     FRACTIONS,
@@ -19,21 +19,7 @@ from trilane.integrations.generation.proof import (  # noqa: E402
 )
 
 MAX_TOKENS, WARM_TOKENS = 128, 16
-
-
-@pytest.fixture(scope="module", autouse=True)
-def one_torch_thread():
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
-
-
-@pytest.fixture(scope="module")
-def tiny():
-    opened = open_text_model("tiny", device="host")
-    with opened.handle:
-        yield opened
+pytestmark = pytest.mark.usefixtures("one_torch_thread")
 
 
 @pytest.fixture(scope="module")

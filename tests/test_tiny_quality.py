@@ -24,17 +24,10 @@ from trilane.readers.gguf import open_gguf  # noqa: E402
 
 HELD_OUT = Path(__file__).parent.parent / "benchmarks" / "tiny_moe" / "held_out"
 WINDOW = 512
+pytestmark = pytest.mark.usefixtures("one_torch_thread")
 MOST_APART = 0.005
 # Measured, plain transformers in float32; a model or a tokenizer that is read wrongly is far from these.
 KNOWN = {"computing": 25.61, "database": 10.93, "scripture": 26.17}
-
-
-@pytest.fixture(scope="module", autouse=True)
-def one_torch_thread():
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 @pytest.fixture(scope="module")

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from trilane.commands.run import MODEL_HELP
+from trilane.commands.model_options import MODEL_HELP
 
 WARM_TOKENS = 16  # of the quick way
 

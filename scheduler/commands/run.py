@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
-from trilane.commands.options import size_option
-
-MODEL_HELP = "A GGUF file, a folder of a GGUF or safetensors model, or 'tiny' for the model that comes with trilane."
+from trilane.commands.model_options import MODEL_HELP, Device, Format, Policy, Slots, Tokenizer, Vram, cache_options
 
 
 def run(
@@ -23,16 +21,12 @@ def run(
     max_tokens: Annotated[int, typer.Option(min=1, help="Tokens for each prompt, at most.")] = 128,
     temperature: Annotated[float, typer.Option(min=0, help="0: always the likeliest token.")] = 0.0,
     seed: Annotated[int, typer.Option(min=0, help="Of the tokens drawn at a temperature above 0.")] = 0,
-    slots: Annotated[int | None, typer.Option(min=0, help="Slots for so many experts a layer.")] = None,
-    vram: Annotated[str | None, typer.Option(help="Slots that fit into so many bytes, such as 8GiB.")] = None,
-    policy: Annotated[Path | None, typer.Option(help="Configuration file.")] = None,
-    device: Annotated[str, typer.Option(help="auto, host or cuda.")] = "auto",
-    format_name: Annotated[
-        str | None, typer.Option("--format", help="Quantise a checkpoint's experts to this. Default: as they are.")
-    ] = None,
-    tokenizer: Annotated[
-        Path | None, typer.Option(help="A folder with a tokenizer of transformers. Default: the model's own.")
-    ] = None,
+    slots: Slots = None,
+    vram: Vram = None,
+    policy: Policy = None,
+    device: Device = "auto",
+    format_name: Format = None,
+    tokenizer: Tokenizer = None,
     torch_threads: Annotated[
         int | None, typer.Option(min=1, help="Threads of torch. Default: 1 for small models on the host, else torch's.")
     ] = None,
@@ -51,15 +45,12 @@ def run(
 
     if sum(value is not None for value in (prompt, prompts)) > 1:
         raise typer.BadParameter("give one of --prompt and --prompts", param_hint="--prompt")
-    if slots is not None and vram is not None:
-        raise typer.BadParameter("give one of --slots and --vram", param_hint="--slots")
-    nbytes = size_option("--vram", vram)
+    options = cache_options(slots, vram)
     need_text_extra("trilane run")
     from trilane.integrations.generation import open_text_model, set_torch_threads
     from trilane.integrations.generation.session import Session, ask, read_prompts
 
     given = None if prompts is None else read_prompts(prompts)
-    options: dict[str, Any] = {} if nbytes is None else {"cache": {"nbytes": nbytes}}
     if record is not None:
         options["record"] = {"path": str(record.absolute())}
     opened = open_text_model(

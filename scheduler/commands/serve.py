@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
-from trilane.commands.options import size_option
-from trilane.commands.run import MODEL_HELP
+from trilane.commands.model_options import MODEL_HELP, Device, Format, Policy, Slots, Tokenizer, Vram, cache_options
 
 
 def serve(
@@ -18,16 +16,12 @@ def serve(
     name: Annotated[
         str | None, typer.Option(help="What requests call the model. Default: the file's or folder's name.")
     ] = None,
-    slots: Annotated[int | None, typer.Option(min=0, help="Slots for so many experts a layer.")] = None,
-    vram: Annotated[str | None, typer.Option(help="Slots that fit into so many bytes, such as 8GiB.")] = None,
-    policy: Annotated[Path | None, typer.Option(help="Configuration file.")] = None,
-    device: Annotated[str, typer.Option(help="auto, host or cuda.")] = "auto",
-    format_name: Annotated[
-        str | None, typer.Option("--format", help="Quantise a checkpoint's experts to this. Default: as they are.")
-    ] = None,
-    tokenizer: Annotated[
-        Path | None, typer.Option(help="A folder with a tokenizer of transformers. Default: the model's own.")
-    ] = None,
+    slots: Slots = None,
+    vram: Vram = None,
+    policy: Policy = None,
+    device: Device = "auto",
+    format_name: Format = None,
+    tokenizer: Tokenizer = None,
 ) -> None:
     """Serve a model to OpenAI's clients, at /v1, with the scheduler's counters for Prometheus at /metrics.
 
@@ -35,15 +29,12 @@ def serve(
     """
     from trilane.commands.text_extra import need_serve_extra
 
-    if slots is not None and vram is not None:
-        raise typer.BadParameter("give one of --slots and --vram", param_hint="--slots")
-    nbytes = size_option("--vram", vram)
+    options = cache_options(slots, vram)
     need_serve_extra("trilane serve")
     from trilane.integrations.generation import open_text_model
     from trilane.integrations.serving import open_socket, served_name
     from trilane.integrations.serving import serve as serve_model
 
-    options: dict[str, Any] = {} if nbytes is None else {"cache": {"nbytes": nbytes}}
     called = served_name(model, name)
     with open_socket(host, port) as taken:
         opened = open_text_model(
