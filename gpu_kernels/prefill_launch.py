@@ -29,7 +29,7 @@ SPAN_FACTOR = 4  # a part has so many times the average rows of an expert: skewe
 
 
 class Parts(NamedTuple):
-    """How an expert's rows are dealt out to thread blocks: ``splits`` parts of up to ``span`` rows."""
+    """How an expert's rows go to thread blocks: ``splits`` parts of ``span`` rows, the last one with the rest."""
 
     splits: int
     span: int

@@ -10,13 +10,15 @@ constexpr int SHARDS_AT_ONCE = 8;    // of which a tile's hidden values are in s
 // Which rows of which expert a block works through: `first` counts the expert's rows.
 struct Part { int expert, position, count; };
 
-// Part `blockIdx.y` of a batch of experts; false if the batch or the expert has fewer.
+// Part `blockIdx.y` of a batch of experts; false if the batch or the expert has fewer. The last one has all that is left:
+// a row may name an expert more than once.
 DEV bool find_part(const Prefill& prefill, int batch, int splits, int span, Part& part) {
-  int index = prefill.batch[batch] + blockIdx.y / splits, first = (int)(blockIdx.y % splits) * span;
+  int index = prefill.batch[batch] + blockIdx.y / splits, split = (int)(blockIdx.y % splits), first = split * span;
   if (index >= prefill.batch[batch + 1]) return false;
   part.expert = prefill.order[index];
   part.position = prefill.first[part.expert] + first;
-  part.count = min(span, prefill.rows[part.expert] - first);
+  part.count = prefill.rows[part.expert] - first;
+  if (split < splits - 1) part.count = min(span, part.count);
   return part.count > 0;
 }
 

@@ -227,6 +227,16 @@ def test_skipped_repeated_and_impossible_ids(backend_of):
     assert not device.output(3).any()
 
 
+def test_an_expert_that_every_row_names_more_than_once(backend_of):
+    """It has more positions than there are rows: a table of routes that was never filled sends all rows to expert 0."""
+    rng = np.random.default_rng(8)
+    device = Pass(backend_of, make_store("q8_0", "silu_glu", 96, 288, experts=8), 40, 3)
+    routing = random_step(rng, 40, 3, 8, 96, skips=False)
+    routing.ids[:] = 0
+    for parts in (None, launches.Parts(2, 16)):
+        device.run(routing, random_places(rng, device), rng, parts=parts)
+
+
 @pytest.mark.parametrize("kind", ["zeros", "denormals", "huge", "nan", "inf"])
 @pytest.mark.parametrize("fmt", ["q4_k", "f32"])
 def test_degenerate_hidden_rows(backend_of, fmt, kind):

@@ -6,9 +6,13 @@ from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
 import torch
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from transformers import DynamicCache
 
 from trilane.integrations.transformers import OffloadedModel
+
+# All but cuDNN's: on an H200 that gave the same inputs two kinds of bits, by turns (torch 2.11).
+REPEATABLE = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
 
 Choose = Callable[[torch.Tensor], torch.Tensor]  # logits (rows, vocabulary) to ids (rows,)
 
@@ -43,6 +47,8 @@ def decode(
 ) -> Iterator[Step]:
     """Decode up to ``max_tokens`` tokens for each row; whoever reads them may stop earlier.
 
+    Attention runs in ways that give the same bits each time, since decodings are compared bit by bit.
+
     Parameters
     ----------
     handle : OffloadedModel
@@ -58,7 +64,7 @@ def decode(
     cache = DynamicCache(config=model.config)
     positions = (mask.cumsum(-1) - 1).clamp(min=0)
     for _ in range(max_tokens):
-        with torch.no_grad():
+        with torch.no_grad(), sdpa_kernel(REPEATABLE):
             logits = model(
                 input_ids=ids, attention_mask=mask, position_ids=positions, past_key_values=cache, use_cache=True,
                 logits_to_keep=1,

@@ -18,6 +18,7 @@ from trilane.cuda_threads import WAIT_NAP_S
 from trilane.errors import ArrayError
 from trilane.integrations.transformers.decode_step import NOT_GIVEN, DecodeStep
 from trilane.integrations.transformers.handle import OffloadedModel
+from trilane.integrations.transformers.masks import register_device_mask
 
 ROOM = 256  # a run's capacity is a multiple of it, so that the next one can use the same graph
 ORDINARY_STEPS = 2  # before a capture
@@ -198,6 +199,7 @@ class Decoder:
             return
         if self._stream is None:
             self._stream = torch.cuda.Stream(device)
+            register_device_mask()
         outer = torch.cuda.current_stream(device)
         _wait_until(self._stream.query)  # of a run before, whose steps the scheduler does not see in a graph
         self._stream.wait_stream(outer)
