@@ -62,8 +62,8 @@ class Timing:
     Attributes
     ----------
     name : str
-    median_us, low_us, high_us : float
-        Of one step: median and quartiles over the samples.
+    median_us, low_us, high_us, best_us : float
+        Of one step: median, quartiles and least over the samples.
     gb_s : float
         Bytes of a step over its median time, in 1e9 bytes a second.
     num_steps : int
@@ -78,6 +78,7 @@ class Timing:
     median_us: float
     low_us: float
     high_us: float
+    best_us: float
     gb_s: float
     num_steps: int
     num_samples: int
@@ -225,12 +226,13 @@ def _summary(case: Case, wall_ns: NDArray[Any], cpu_ns: NDArray[Any], num_steps:
     kept = wall <= np.median(wall) if case.waits else _own_core(wall_ns, cpu_ns)
     disturbed = not case.waits and int(kept.sum()) < fewest
     counted = cpu_ns.max(0) if disturbed else wall[kept]
-    low, median, high = np.quantile(counted / (1e3 * num_steps), [0.25, 0.5, 0.75])
+    best, low, median, high = np.quantile(counted / (1e3 * num_steps), [0.0, 0.25, 0.5, 0.75])
     return Timing(
         name=case.name,
         median_us=float(median),
         low_us=float(low),
         high_us=float(high),
+        best_us=float(best),
         gb_s=case.nbytes / (float(median) * 1e3),
         num_steps=num_steps,
         num_samples=len(counted),

@@ -27,16 +27,9 @@ from trilane.probes.contention import Contention, even_share, measure_contention
 from trilane.probes.copies import CopyRates, measure_copies
 from trilane.probes.handover import measure_handover
 from trilane.probes.host_memory import measure_read, probe_arena
-from trilane.probes.lane_experts import (
-    INTERMEDIATE,
-    SHORT_INTERMEDIATE,
-    Experts,
-    MadeExpert,
-    expert_layout,
-    make_expert,
-)
+from trilane.probes.lane_experts import INTERMEDIATE, SHORT_INTERMEDIATE, Experts, expert_layout, make_expert
 from trilane.probes.lane_jobs import Lanes, open_lanes
-from trilane.probes.lane_rates import BATCH_ROWS, LaneTimes, measure_in_place, measure_lane
+from trilane.probes.lane_rates import BATCH_ROWS, LaneBench, LaneJob, LaneTimes, measure_in_place
 from trilane.probes.machine import describe_machine
 from trilane.profile import Curve, Machine, MachineProfile
 from trilane.random_store import StepShape, random_store
@@ -46,8 +39,11 @@ COPY_NBYTES = (64 << 10, 256 << 10, 1 << 20, 4 << 20)
 IN_FLIGHT = (1, 2, 4, 8)
 TOGETHER_EXPERTS = 16
 QUICK_NBYTES = 512 << 20  # of memory that the quick mode works on, at most
-PASSES, QUICK_PASSES = 7, 3
-FULL_S, QUICK_S = 25.0, 2.8  # no further pass that would end later, the compiler's time not counted
+FORMAT_PART = 8  # of what the base format's experts take: memory of each other format's
+PASSES, QUICK_PASSES = 7, 1
+SAMPLES, QUICK_SAMPLES = 11, 11  # of a figure in a pass
+STEP_REPEATS, QUICK_STEP_REPEATS = 9, 4
+FULL_S, QUICK_S = 25.0, 3.2  # no further pass that would end later, the compiler's time not counted
 STEP_EXPERTS = 16
 
 
@@ -64,6 +60,9 @@ class Probe(NamedTuple):
     fields: Callable[[Session, Any], dict[str, Any]]
 
 
+LaneKey = tuple[str, str, int, int]  # lane, format, threads, rows
+
+
 @dataclass
 class Session:
     """What the probes of one calibration share: the machine, memory to work on, running lanes, what is known."""
@@ -72,8 +71,7 @@ class Session:
     formats: tuple[str, ...]
     budget: CpuBudget
     profile: MachineProfile
-    made: dict[str, MadeExpert] = field(default_factory=dict)  # by format
-    filled: Experts | None = None  # what the arena holds
+    filled: dict[str, Experts] = field(default_factory=dict)  # by format
     stack: contextlib.ExitStack = field(default_factory=contextlib.ExitStack)
 
     @cached_property
@@ -83,9 +81,9 @@ class Session:
 
     @cached_property
     def arena(self) -> Arena:
-        """Where experts lie, larger than the caches."""
+        """Where the base format's experts lie, larger than the caches."""
         arena = probe_arena(least_nbytes=128 << 20, most_nbytes=QUICK_NBYTES if self.quick else None)
-        wanted = max(expert_layout(name, self.intermediate_of(name)).expert_nbytes for name in self.formats)
+        wanted = max(map(self.expert_nbytes, self.formats))
         if arena.nbytes < wanted:
             raise Skipped(f"a quarter of the free memory is {arena.nbytes} bytes, an expert {wanted}: free some")
         return arena
@@ -110,23 +108,43 @@ class Session:
         return BASE_FORMAT if BASE_FORMAT in self.formats else self.formats[0]
 
     @property
-    def format_order(self) -> list[str]:
-        """The formats as they are measured, the base format last: what follows finds its experts in the arena."""
-        return sorted(self.formats, key=lambda name: name == self.base_format)
+    def num_samples(self) -> int:
+        """Of each figure in a pass."""
+        return QUICK_SAMPLES if self.quick else SAMPLES
 
     def intermediate_of(self, name: str) -> int:
         """Size of a format's experts: in the quick mode those of floats are one shard, of as many bytes as others."""
         is_short = self.quick and FORMATS[name].activation != "int8"
         return SHORT_INTERMEDIATE if is_short else INTERMEDIATE
 
+    def expert_nbytes(self, name: str) -> int:
+        """Bytes of one expert as it is packed."""
+        return expert_layout(name, self.intermediate_of(name)).expert_nbytes
+
     def experts(self, name: str | None = None) -> Experts:
-        """The arena, filled with experts in a format (None: the base format); those in another are gone."""
+        """Experts in a format (None: the base format), in memory of their own."""
         name = name or self.base_format
-        if self.filled is None or self.filled.format != name:
-            if name not in self.made:
-                self.made[name] = make_expert(name, self.intermediate_of(name))
-            self.filled = Experts(self.made[name], self.arena)
-        return self.filled
+        if name not in self.filled:
+            wanted = max(self.arena.nbytes // FORMAT_PART, 2 * self.expert_nbytes(name))
+            arena = self.arena if name == self.base_format else allocate_arena(wanted)
+            self.filled[name] = Experts(make_expert(name, self.intermediate_of(name)), arena)
+        return self.filled[name]
+
+    @cached_property
+    def lane_bench(self) -> tuple[list[LaneKey], LaneBench]:
+        """Every format on the CPU lane by threads, and on the device and link threads; one row and a batch."""
+        keys = sorted(self._lane_keys(), key=lambda key: (key[3], key[0], key[2]))  # formats side by side
+        jobs = [LaneJob(lane, self.lanes[n], self.experts(name), rows) for lane, name, n, rows in keys]
+        return keys, LaneBench(jobs, self.slots, pairs=not self.quick)
+
+    def _lane_keys(self) -> Iterator[LaneKey]:
+        most = self.thread_counts[-1]
+        for name in self.formats:
+            counts = self.thread_counts if name == self.base_format or not self.quick else (most,)
+            batches = (most,) if self.quick else sorted({1, most})
+            yield from (("cpu", name, n, 1) for n in counts)
+            yield from (("cpu", name, n, BATCH_ROWS) for n in batches)
+            yield from ((lane, name, most, rows) for lane, rows in (("hit", 1), ("zero_copy", 1), ("hit", BATCH_ROWS)))
 
     @cached_property
     def runner(self) -> HostRunner:
@@ -173,10 +191,10 @@ def thread_counts(budget: CpuBudget, quick: bool) -> tuple[int, ...]:
 def _measure_read(session: Session, previous: dict[int, float] | None) -> dict[int, float]:
     counts = sorted({*session.thread_counts, session.budget.num_concurrent})
     if not previous:
-        session.experts(session.format_order[0])  # pages that nobody wrote are all one page
+        session.experts()  # pages that nobody wrote are all one page
     found = {
         rate.num_threads: rate.gb_s
-        for rate in measure_read(counts, arena=session.arena, num_samples=7 if session.quick else 11)
+        for rate in measure_read(counts, arena=session.arena, num_samples=session.num_samples)
     }
     return {n: max(gb_s, (previous or {}).get(n, 0.0)) for n, gb_s in found.items()}
 
@@ -185,26 +203,10 @@ def _read_fields(session: Session, found: dict[int, float]) -> dict[str, Any]:
     return {"host_read": _curve(found)}
 
 
-LaneKey = tuple[str, str, int, int]  # lane, format, threads, rows
-
-
 def _measure_experts(session: Session, previous: dict[LaneKey, LaneTimes] | None) -> dict[LaneKey, LaneTimes]:
-    """Every format on the CPU lane by threads, and on the device and link threads; one row and a batch."""
-    found: dict[LaneKey, LaneTimes] = {}
-    most, samples = session.thread_counts[-1], 7 if session.quick else 11
-    for name in session.format_order:
-        experts = session.experts(name)
-        counts = session.thread_counts if name == session.base_format or not session.quick else (most,)
-        jobs = [("cpu", n, 1) for n in counts] + [("hit", most, 1), ("zero_copy", most, 1)]
-        batches = (most,) if session.quick else sorted({1, most})
-        jobs += [("cpu", n, BATCH_ROWS) for n in batches] + [("hit", most, BATCH_ROWS)]
-        for lane, n, rows in jobs:
-            num_samples = samples if rows == 1 else samples // 2
-            opened = session.lanes[n]
-            times = measure_lane(lane, opened, experts, session.slots, num_rows=rows, num_samples=num_samples)
-            key = (lane, name, n, rows)
-            found[key] = times.best((previous or {}).get(key))
-    return found
+    keys, bench = session.lane_bench
+    times = zip(keys, bench.measure(session.num_samples), strict=True)
+    return {key: found.best((previous or {}).get(key)) for key, found in times}
 
 
 def _expert_fields(session: Session, found: dict[LaneKey, LaneTimes]) -> dict[str, Any]:
@@ -302,7 +304,8 @@ def _together_fields(session: Session, found: Contention) -> dict[str, Any]:
 
 def _measure_steps(session: Session, previous: dict[str, float] | None) -> dict[str, float]:
     _need(session, "experts", "copies", "in_place")
-    costs = measure_fixed_costs(session.runner, session.profile)
+    repeats = QUICK_STEP_REPEATS if session.quick else STEP_REPEATS
+    costs = measure_fixed_costs(session.runner, session.profile, repeats)
     return {name: min(us, (previous or {}).get(name, us)) for name, us in costs.items()}
 
 

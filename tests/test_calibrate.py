@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
@@ -63,6 +64,11 @@ def test_too_little_memory_is_a_reason_for_each_probe_that_needs_it(monkeypatch)
     assert "free some" in profile.skipped["experts"] and profile.parked_us
 
 
+def make_session(formats, quick=True):
+    budget = read_cpu_budget()
+    return calibration.Session(quick, tuple(formats), budget, calibration._empty_profile(budget, quick))
+
+
 def test_a_busy_machine_gets_no_pass_that_would_take_too_long(monkeypatch):
     passes = []
     probe = Probe("one", "one", lambda session, previous: passes.append(1), lambda session, found: {})
@@ -75,28 +81,40 @@ def test_a_busy_machine_gets_no_pass_that_would_take_too_long(monkeypatch):
     assert len(passes) == 1 + calibration.PASSES
 
 
-def test_experts_are_made_once_and_stay_in_the_arena(small, monkeypatch):
-    made, filled = [], []
-    make, fill = calibration.make_expert, calibration.Experts
+def test_experts_are_made_once_in_memory_of_their_own(small, monkeypatch):
+    made = []
+    make = calibration.make_expert
     monkeypatch.setattr(calibration, "make_expert", lambda name, size: made.append(name) or make(name, size))
-    monkeypatch.setattr(calibration, "Experts", lambda one, arena: filled.append(one.format) or fill(one, arena))
-    budget = read_cpu_budget()
-    session = calibration.Session(True, ("q4_k", "q8_0", "mxfp4"), budget, calibration._empty_profile(budget, True))
-    assert session.format_order == ["q8_0", "mxfp4", "q4_k"]
+    names = ("q4_k", "q8_0", "mxfp4")
+    session = make_session(names)
     for _ in range(2):
-        for name in session.format_order:
-            assert session.experts(name).format == name
-        assert session.experts() is session.experts("q4_k")
-    assert made == session.format_order and filled == 2 * session.format_order
-    packed = session.made["q4_k"].packed
+        experts = [session.experts(name) for name in names]
+        assert [one.format for one in experts] == list(names) and session.experts() is experts[0]
+    assert made == list(names) and len({one.arena.address for one in experts}) == 3
+    assert session.experts().arena is session.arena and min(one.count for one in experts) >= 2
+    packed = experts[0].made.packed
     assert all(np.array_equal(session.arena.view(k * packed.nbytes, packed.nbytes), packed) for k in range(3))
+
+
+@pytest.mark.parametrize("quick", [False, True])
+def test_jobs_take_turns_so_that_neighbours_read_other_experts(small, quick):
+    session = make_session(("q4_k", "q8_0", "mxfp4"), quick)
+    keys, bench = session.lane_bench
+    assert len(set(keys)) == len(keys) and {key[0] for key in keys} == {"cpu", "hit", "zero_copy"}
+    neighbours = [one[1] != two[1] for one, two in pairwise(keys)]
+    assert sum(neighbours) >= 0.8 * len(neighbours)
+    found = bench.measure(2)
+    assert [(one.lane, one.format, one.num_rows) for one in found] == [
+        (lane, name, rows) for lane, name, _, rows in keys
+    ]
+    assert {len(one.us) for one in found} == {1 if quick else 2} and all(one.gb_s > 0 for one in found)
+    session.stack.close()
 
 
 def test_the_quick_mode_takes_small_experts_of_floats(small):
     """So that no format has more bytes to an expert than three times another's; rates are a byte's."""
-    budget = read_cpu_budget()
     for quick, sizes in ((True, {"f32": 256, "f16": 256, "q8_0": 768}), (False, {"f32": 768, "f16": 768, "q8_0": 768})):
-        session = calibration.Session(quick, tuple(sizes), budget, calibration._empty_profile(budget, quick))
+        session = make_session(sizes, quick)
         assert {name: session.experts(name).layout.intermediate for name in sizes} == sizes
     found = calibrate(quick=True, formats=("f32", "q8_0")).profile
     assert found.knows({"f32": 1.0, "q8_0": 1.0}) and set(found.device_rows) == {"f32", "q8_0"}
@@ -147,6 +165,8 @@ def test_t15_the_better_of_two_passes_counts():
     assert poisoned.best(good) == good == good.best(None)
     assert good.gb_s == pytest.approx(10.0) and good.fix_us == pytest.approx(10.0)
     assert poisoned.gb_s <= 2 * 5e6 / 700e3  # a slope below zero is no rate
+    alone = replace(good, num_experts=(5,), us=(510.0,))
+    assert alone.gb_s == pytest.approx(5e6 / 510e3) and alone.fix_us == 0.0
 
 
 # ----------------------------------------------------------------------------------------------- contention
