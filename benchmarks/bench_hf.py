@@ -3,11 +3,13 @@
 Method: a model of the shape of Qwen3-30B-A3B with fewer layers and random weights. Its experts come from a GGUF file of
 random valid blocks, written just before, so that loading it reads the page cache. Tokens are given (random ones, other
 ones in each run), so that all ways to run the model do the same work; a run's time is the wall clock's from before its
-prompt of one token until the GPU is done, medians of the runs. "Trunk alone" is the same graph with experts that give
-zeros. The limit is what a token would take if all misses ran at the rate that link and processor together reach on
-this machine (joint_rate.py), nothing else overlapped, and hits cost nothing.
+prompt of one token until the GPU is done, medians of the runs. Embeddings are as large as what layers add, so that
+routing follows the token: about uniform, the worst case. "Trunk alone" is the same graph with experts that give zeros.
+The limit is what a token would take if all misses ran at the rate that link and processor together reach on this
+machine (joint_rate.py), nothing else overlapped, and hits cost nothing. ``--compile`` adds the decoder that compiles
+the trunk.
 
-    python -m benchmarks.bench_hf [--layers 12] [--fraction 0.25] [--tokens 128] [--runs 5]
+    python -m benchmarks.bench_hf [--layers 12] [--fraction 0.25] [--tokens 128] [--runs 5] [--compile]
 """
 
 from __future__ import annotations
@@ -63,7 +65,8 @@ def random_trunk(config, dtype):
     trunk = {}
     for name, tensor in model.state_dict().items():
         if ".experts." not in name:
-            size = WEIGHT_SIZE * torch.randn(tensor.shape, generator=generator)
+            scale = 1.0 if "embed_tokens" in name else WEIGHT_SIZE
+            size = scale * torch.randn(tensor.shape, generator=generator)
             trunk[name] = (torch.ones(tensor.shape) if tensor.ndim == 1 else size).to(dtype)
     return trunk
 
@@ -125,14 +128,14 @@ def median_us(decoder, args, tokens, runs=None):
     return statistics.median(times), times
 
 
-def trunk_us(handle, args):
+def trunk_us(handle, args, compiled=False):
     """us a token without the experts."""
     if NO_EXPERTS not in ALL_EXPERTS_FUNCTIONS:
         ALL_EXPERTS_FUNCTIONS.register(NO_EXPERTS, lambda module, x, *routing, **named: torch.zeros_like(x))
     before = handle.model.config._experts_implementation
     handle.model.set_experts_implementation(NO_EXPERTS)
     try:
-        return median_us(Decoder(handle), args, args.tokens)[0]
+        return median_us(Decoder(handle, compile=compiled), args, args.tokens)[0]
     finally:
         handle.model.set_experts_implementation(before)
 
@@ -174,6 +177,24 @@ def tell_limit(handle, missed, trunk, us):
     )
 
 
+def measure(handle, args, on_gpu, compiled=False):
+    """The decoder's own speed, what it missed, its trunk's time and its limit."""
+    decoder, begin = Decoder(handle, compile=compiled), time.perf_counter()
+    run(decoder, args, 0, args.tokens)  # captures, and fills the slots
+    if compiled:
+        say(f"compiled: {decoder.compiled}, the first run took {time.perf_counter() - begin:.0f} s")
+    with handle.scheduler.request() as request:
+        times = [run(decoder, args, 1 + k, args.tokens) for k in range(args.runs)]
+    us = statistics.median(times)
+    tell("captured" if decoder.captured else f"not captured ({decoder.why_not})", us, times)
+    missed = tell_misses(request.stats, args, handle.store)
+    say(f"hit rate {request.stats.hit_rate:.1%}" if request.stats.hit_rate is not None else "no step was counted")
+    alone = trunk_us(handle, args, compiled)
+    say(f"trunk alone: {alone:.0f} us a token; experts cost {(us - alone) / args.layers:.1f} us a layer")
+    if on_gpu:
+        tell_limit(handle, missed, alone, us)
+
+
 def parsed():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     for name, value in (
@@ -182,6 +203,7 @@ def parsed():
     ):  # fmt: skip
         parser.add_argument(f"--{name.replace('_', '-')}", type=int, default=value)
     parser.add_argument("--fraction", type=float, default=0.25, help="slots as a part of the experts")
+    parser.add_argument("--compile", action="store_true", help="also with the model around the experts compiled")
     parser.add_argument("--format", default="q4_k")
     parser.add_argument("--device", default="auto", help="host, cuda or auto")
     parser.add_argument("--folder", help="where the file of experts is written; the system's temporary folder")
@@ -201,20 +223,12 @@ def main():
     )
     say(f"ready after {time.perf_counter() - begin:.0f} s: {handle.scheduler.profile.machine}")
     with handle:
-        decoder = Decoder(handle)
-        run(decoder, args, 0, args.tokens)  # captures, and fills the slots
-        with handle.scheduler.request() as request:
-            times = [run(decoder, args, 1 + k, args.tokens) for k in range(args.runs)]
-        us = statistics.median(times)
-        tell("captured" if decoder.captured else f"not captured ({decoder.why_not})", us, times)
-        missed = tell_misses(request.stats, args, store)
-        say(f"hit rate {request.stats.hit_rate:.1%}" if request.stats.hit_rate is not None else "no step was counted")
+        measure(handle, args, on_gpu)
         tell("eager", *median_us(Decoder(handle, capture=False), args, args.eager_tokens))
-        alone = trunk_us(handle, args)
-        say(f"trunk alone: {alone:.0f} us a token; experts cost {(us - alone) / args.layers:.1f} us a layer")
         if on_gpu:
             tell_memory(handle, args)
-            tell_limit(handle, missed, alone, us)
+        if args.compile:
+            measure(handle, args, on_gpu, compiled=True)
         say(f"not used: {dict(handle.stats().inactive)}")
     say(f"all in {time.perf_counter() - begin:.0f} s")
 

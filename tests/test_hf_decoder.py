@@ -267,3 +267,66 @@ def test_a_rehearsal_sees_what_no_graph_can_hold():
     assert rehearsal.crossing
     with Rehearsal(), pytest.raises((RuntimeError, NotImplementedError)):
         torch.zeros(2, device="meta").sum().item()
+
+
+# -------------------------------------------------------------------------------------------------- compiled
+@pytest.fixture
+def eager_backend(monkeypatch):
+    """What torch.compile traces is run as it is: no C compiler is needed, and no bit changes."""
+    plain = torch.compile
+    made = []
+
+    def compiled(function, **options):
+        made.append(plain(function, backend="eager", **options))
+        return made[-1]
+
+    monkeypatch.setattr(torch, "compile", compiled)
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    yield made
+    torch._dynamo.reset()
+
+
+@pytest.mark.parametrize("kind", ["qwen3_moe", "gpt_oss", "deepseek_v3", "gemma4_text", "jamba"])
+def test_a_model_is_compiled_in_one_piece(decoder_of, eager_backend, kind):
+    plain, ids = decoder_of(kind), token_ids()
+    decoder = Decoder(plain.handle, compile=True)
+    assert not decoder.compiled
+    assert torch.equal(decoder.generate(ids, NEW), plain.generate(ids, NEW)) and decoder.compiled
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1  # whole, and once for all steps
+    with offload_again(plain.handle) as other:
+        again = Decoder(other, compile=True)
+        assert torch.equal(again.generate(ids, NEW), plain.generate(ids, NEW))
+
+
+@contextlib.contextmanager
+def offload_again(handle):
+    """The model with another scheduler, which compiled code must notice."""
+    from trilane.integrations.generation.identity import other_scheduler
+
+    with other_scheduler(handle, ONE_THREAD) as other:
+        yield other
+        assert other.scheduler.stats().steps > 0
+
+
+def test_a_cache_that_grows_is_not_compiled(decoder_of, eager_backend):
+    plain, ids = decoder_of("deepseek_v4"), token_ids()
+    decoder = Decoder(plain.handle, compile=True)
+    assert torch.equal(decoder.generate(ids, NEW), plain.generate(ids, NEW)) and not decoder.compiled
+
+
+def test_what_cannot_be_compiled_runs_as_it_is_and_the_log_says_why(decoder_of, eager_backend, caplog):
+    plain, ids = decoder_of(), token_ids()
+    wanted = plain.generate(ids, NEW)
+    plain.model.model.norm.register_forward_hook(lambda module, inputs, found: torch._dynamo.graph_break())
+    decoder = Decoder(plain.handle, compile=True)
+    assert torch.equal(decoder.generate(ids, NEW), wanted) and not decoder.compiled
+    assert "steps are not compiled, since" in caplog.text
+
+
+def test_compiled_code_of_a_scheduler_that_is_gone(decoder_of):
+    from trilane.errors import TrilaneError
+    from trilane.integrations.transformers.forward import experts_operation
+
+    with pytest.raises(TrilaneError, match="compile the model again"):
+        experts_operation(torch.zeros(1, 4), torch.zeros(1, 1, dtype=torch.int64), torch.ones(1, 1), 1 << 40)

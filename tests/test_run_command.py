@@ -118,6 +118,11 @@ def test_the_decoder_that_gpus_use_gives_the_same_text(monkeypatch):
     assert text_of("run", "tiny", "--prompt", PROMPT, "--max-tokens", 20).stdout == plain
 
 
+def test_compile_is_refused_where_no_decoder_runs():
+    result = run("run", "tiny", "--prompt", PROMPT, "--max-tokens", 2, "--device", "host", "--compile")
+    assert result.exit_code == 1 and "--compile: is for the likeliest tokens on a GPU" in result.stderr
+
+
 def test_verify_says_so_and_stats_show_all_lanes():
     result = text_of("run", "tiny", "--prompt", PROMPT, "--max-tokens", 12, "--slots", 2, "--verify", "--stats")
     assert "verified: 12 tokens and all their logits" in result.stderr

@@ -34,6 +34,9 @@ def run(
     verify: Annotated[
         bool, typer.Option("--verify", help="Compare every token and every logit's bits with an all-resident run.")
     ] = False,
+    compile_model: Annotated[
+        bool, typer.Option("--compile", help="On a GPU: torch.compile the rest of the model first; takes a minute.")
+    ] = False,
     stats: Annotated[bool, typer.Option("--stats", help="Print what each lane did at the end.")] = False,
     record: Annotated[Path | None, typer.Option(help="Record the routing to this trace file.")] = None,
 ) -> None:
@@ -59,7 +62,7 @@ def run(
     )  # fmt: skip
     set_torch_threads(opened, torch_threads)
     with opened.handle:
-        session = Session(opened, max_tokens, temperature, seed, raw, verify)
+        session = Session(opened, max_tokens, temperature, seed, raw, verify, compile_model)
         if given is not None:
             session.run_file(given)
         elif prompt is not None:

@@ -43,12 +43,25 @@ class Session:
     """One open model and how text is wanted from it."""
 
     def __init__(
-        self, model: TextModel, max_tokens: int, temperature: float, seed: int, raw: bool, verify: bool
+        self,
+        model: TextModel,
+        max_tokens: int,
+        temperature: float,
+        seed: int,
+        raw: bool,
+        verify: bool,
+        compile: bool = False,
     ) -> None:
         self.model, self.max_tokens, self.verify, self.raw = model, max_tokens, verify, raw
         self._temperature, self._seed = temperature, seed
         is_plain = temperature == 0 and not verify
-        self._decoder = Decoder(model.handle) if is_plain and model.handle.scheduler.on_gpu else None
+        has_decoder = is_plain and model.handle.scheduler.on_gpu
+        if compile and not has_decoder:
+            raise TrilaneError(
+                "--compile: is for the likeliest tokens on a GPU, but the model is on the host, or --temperature or "
+                "--verify is given; leave it out"
+            )
+        self._decoder = Decoder(model.handle, compile=compile) if has_decoder else None
 
     def run_prompt(self, prompt: str) -> None:
         """Print a prompt's continuation.

@@ -7,6 +7,7 @@ wrote, and the host need not come between. It knows models and caches, no schedu
 from __future__ import annotations
 
 import inspect
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -53,6 +54,8 @@ class DecodeStep:
         Tokens that a sequence can have in all.
     padded : bool
         Whether some prompts are padded at their left.
+    compiled : callable, optional
+        What to call in place of the model for steps of one token.
 
     Attributes
     ----------
@@ -65,11 +68,14 @@ class DecodeStep:
         Of the last step.
     """
 
-    def __init__(self, model: Any, rows: int, capacity: int, padded: bool) -> None:
+    def __init__(
+        self, model: Any, rows: int, capacity: int, padded: bool, compiled: Callable[..., Any] | None = None
+    ) -> None:
         self.model, self.rows, self.capacity, self.padded = model, rows, capacity, padded
         device = model.get_input_embeddings().weight.device
         found = static_cache(model, capacity)
         self.is_static = found is not None
+        self._of_one_token = compiled if compiled is not None and self.is_static else model  # else sizes change
         self.cache: Any = found if found is not None else DynamicCache(config=model.config)
         integers = {"dtype": torch.int64, "device": device}
         self.ids, self.position = torch.zeros((rows, 1), **integers), torch.zeros((rows, 1), **integers)
@@ -106,19 +112,30 @@ class DecodeStep:
             self.mask[:, :length] = mask
             positions = (mask.cumsum(-1) - 1).clamp(min=0)
         self.position.copy_(positions[:, -1:] + 1)
-        self._take(self._run(prompt, positions.contiguous(), mask))
+        self._take(self._run(self.model, prompt, positions.contiguous(), mask))
 
     def advance(self) -> None:
         """One more token for each row. Nothing is waited for."""
         mask = self.mask
         if mask is not None and not self.is_static:
             mask = mask[:, : self.cache.get_seq_length() + 1]
-        logits = self._run(self.ids, self.position, mask)
+        logits = self._run(self._of_one_token, self.ids, self.position, mask)
         self.position.add_(1)
         self._take(logits)
 
-    def _run(self, ids: torch.Tensor, positions: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor:
-        found = self.model(
+    @property
+    def is_compiled(self) -> bool:
+        """Whether steps of one token run what the compiler has made."""
+        return self._of_one_token is not self.model
+
+    def leave_uncompiled(self) -> None:
+        """Run the model itself from now on."""
+        self._of_one_token = self.model
+
+    def _run(
+        self, model: Callable[..., Any], ids: torch.Tensor, positions: torch.Tensor, mask: torch.Tensor | None
+    ) -> torch.Tensor:
+        found = model(
             input_ids=ids, position_ids=positions, attention_mask=mask, past_key_values=self.cache, use_cache=True,
             **self._last_only,
         )  # fmt: skip

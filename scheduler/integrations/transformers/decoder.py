@@ -1,7 +1,8 @@
 """Text after a prompt, a token at a time: on a GPU as one graph of the whole model, so that no Python runs in between.
 
 The first steps of a run are ordinary ones, which also prepare what a graph must find ready; then the step is captured
-once and replayed. Where a model cannot be captured the steps go on as they began, and the log says why.
+once and replayed. Where a model cannot be captured the steps go on as they began, and the log says why. ``compile``
+joins the many small operations of the model around our layers before that, by torch's compiler.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
+from torch._dynamo.exc import FailOnRecompileLimitHit, TorchDynamoException
 
 from trilane.cuda_threads import WAIT_NAP_S
 from trilane.errors import ArrayError
@@ -22,6 +24,7 @@ from trilane.integrations.transformers.masks import register_device_mask
 
 ROOM = 256  # a run's capacity is a multiple of it, so that the next one can use the same graph
 ORDINARY_STEPS = 2  # before a capture
+COMPILE_ERRORS = (TorchDynamoException, FailOnRecompileLimitHit)
 OnToken = Callable[[list[int]], object]
 log = logging.getLogger("trilane")
 
@@ -34,6 +37,9 @@ class Decoder:
     handle : OffloadedModel
     capture : bool
         On a GPU, run steps as a CUDA graph of the whole model where it can be captured.
+    compile : bool
+        Run steps through ``torch.compile``, which takes half a minute or more before the first one and needs a C
+        compiler. The model's own sums may then have other bits; lanes and slots still change none.
 
     Attributes
     ----------
@@ -41,6 +47,8 @@ class Decoder:
         Whether steps are replayed from a graph.
     why_not : str
         Why they are not; empty if they are, or before the first run.
+    compiled : bool
+        Whether steps run what the compiler has made; the log says why they do not.
 
     Examples
     --------
@@ -48,10 +56,12 @@ class Decoder:
     >>> decoder.generate(tokenizer("The", return_tensors="pt").input_ids, 20)  # doctest: +SKIP
     """
 
-    def __init__(self, handle: OffloadedModel, *, capture: bool = True) -> None:
+    def __init__(self, handle: OffloadedModel, *, capture: bool = True, compile: bool = False) -> None:
         self.handle, self.model = handle, handle.model
         self.captured, self.why_not = False, ""
         self._capture = capture
+        # Each capacity is compiled for itself: sizes that may change make slower code.
+        self._compiled = torch.compile(self.model.forward, fullgraph=True, dynamic=False) if compile else None
         self._step: DecodeStep | None = None
         self._graph: Any = None
         self._stream: Any = None
@@ -146,11 +156,27 @@ class Decoder:
         if self._graph is None and self._may_capture(step) and self._num_steps >= ORDINARY_STEPS:
             self._make_graph(step)
         if self._graph is None:
-            step.advance()
+            self._ordinary_step(step)
         else:
             self._graph.replay()
             self.handle.scheduler.check()
         self._num_steps += 1
+
+    def _ordinary_step(self, step: DecodeStep) -> None:
+        """A step without a graph; the first one is compiled if that is asked for, and goes on without if it fails."""
+        try:
+            step.advance()
+        except COMPILE_ERRORS as error:
+            if not step.is_compiled:
+                raise
+            log.warning("decoder: steps are not compiled, since %s", str(error).strip().splitlines()[0])
+            self._compiled = None
+            step.leave_uncompiled()
+            step.advance()
+
+    @property
+    def compiled(self) -> bool:
+        return self._step is not None and self._step.is_compiled and self._num_steps > 0
 
     def _may_capture(self, step: DecodeStep) -> bool:
         if self.why_not:
@@ -187,7 +213,7 @@ class Decoder:
         if known is not None and (known.rows, known.padded) == (rows, padded) and known.capacity >= length:
             return known
         self._graph, self._step, self.captured, self._num_steps, self.why_not = None, None, False, 0, ""
-        self._step = DecodeStep(self.model, rows, -(-length // ROOM) * ROOM, padded)
+        self._step = DecodeStep(self.model, rows, -(-length // ROOM) * ROOM, padded, self._compiled)
         return self._step
 
     @contextlib.contextmanager

@@ -1,13 +1,16 @@
 """What transformers calls in place of an experts module's own code: the layer-step of a scheduler.
 
 Tensors are handed over as they are, where they are; on a GPU the step goes to torch's current stream, and may be
-recorded into a graph. It knows a module's scheduler and layer, not how they came together.
+recorded into a graph. To ``torch.compile`` a layer-step is one operation that it does not look into, so that a model is
+compiled in one piece. The file knows a module's scheduler and layer, not how they came together.
 """
 
 from __future__ import annotations
 
+import itertools
 import threading
-from dataclasses import dataclass
+import weakref
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -18,15 +21,21 @@ from trilane.errors import DeviceError, TrilaneError
 
 NAME = "trilane"  # the experts implementation, and the quantisation method of the load hook
 ATTRIBUTE = "_trilane_layer"
+_NUMBERS = itertools.count()
+_NUMBERED: weakref.WeakValueDictionary[int, BoundLayer] = weakref.WeakValueDictionary()
 
 
 @dataclass(frozen=True)
 class BoundLayer:
-    """Which scheduler and which of its layers stand for an experts module; ``lock`` lets threads share a model."""
+    """Which scheduler and which of its layers stand for an experts module; ``lock`` lets threads share a model.
+
+    ``number`` is the layer's in compiled code, which can hold no objects; no two of a process have the same.
+    """
 
     scheduler: ExpertScheduler
     index: int
     lock: threading.RLock
+    number: int = field(default_factory=_NUMBERS.__next__)
 
     def __deepcopy__(self, memo: Any) -> BoundLayer:
         return self  # a copied model has the same experts
@@ -40,7 +49,8 @@ class BoundLayer:
 
 def bind(module: Any, scheduler: ExpertScheduler, index: int, lock: threading.RLock) -> None:
     """Let a scheduler's layer run a module's experts."""
-    module.__dict__[ATTRIBUTE] = BoundLayer(scheduler, index, lock)
+    layer = module.__dict__[ATTRIBUTE] = BoundLayer(scheduler, index, lock)
+    _NUMBERED[layer.number] = layer
 
 
 def bound_layer(module: Any) -> BoundLayer:
@@ -63,7 +73,7 @@ def bound_layer(module: Any) -> BoundLayer:
 def register() -> None:
     """Make the name known to transformers; may be called again."""
     if NAME not in ALL_EXPERTS_FUNCTIONS:
-        ALL_EXPERTS_FUNCTIONS.register(NAME, torch.compiler.disable(experts_forward))
+        ALL_EXPERTS_FUNCTIONS.register(NAME, experts_forward)
 
 
 def experts_forward(
@@ -90,13 +100,30 @@ def experts_forward(
     TrilaneError
         No store is attached, or the step failed.
     """
-    layer = bound_layer(module)
     ids = named["router_indices"] if top_k_index is None else top_k_index
     weights = named["routing_weights"] if top_k_weights is None else top_k_weights
+    layer = bound_layer(module)
+    if torch.compiler.is_compiling():
+        return experts_operation(hidden_states, ids, weights, layer.number)
     _check_place(hidden_states, layer.scheduler)
     if torch.is_grad_enabled() and hidden_states.requires_grad:
         return _NoGradient.apply(hidden_states, layer, ids, weights)
     return _step(layer, hidden_states, ids, weights)
+
+
+@torch.library.custom_op("trilane::experts", mutates_args=())
+def experts_operation(x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, number: int) -> torch.Tensor:
+    """A layer-step as compiled code calls it; ``number`` is that of a bound layer."""
+    layer = _NUMBERED.get(number)
+    if layer is None:
+        raise TrilaneError("compiled model: the scheduler that it was compiled with is gone; compile the model again")
+    _check_place(x, layer.scheduler)
+    return _step(layer, x, ids, weights)
+
+
+@experts_operation.register_fake
+def _shape_of_experts(x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, number: int) -> torch.Tensor:
+    return torch.empty_like(x)
 
 
 def _step(layer: BoundLayer, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
