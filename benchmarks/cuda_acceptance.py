@@ -270,9 +270,9 @@ def start():
         joint(steps, tokens=1)
 
 
-def run_part(name, limit_s):
+def run_part(name, limit_s, module="benchmarks.cuda_acceptance", options=()):
     """Rows of a part in its own process, and what went wrong."""
-    command = [sys.executable, "-m", "benchmarks.cuda_acceptance", "--only", name]
+    command = [sys.executable, "-m", module, "--only", name, *options]
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=limit_s, check=False)
         text, problem = done.stdout, "" if done.returncode == 0 else done.stderr.strip()[-1500:] or "failed"

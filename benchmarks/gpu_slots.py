@@ -1,4 +1,4 @@
-"""What the slots of a GPU hold, looked at and emptied while its control thread is held; no step may be in flight."""
+"""What the slots of a GPU hold and by which policy, while its control thread is held; no step may be in flight."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import time
 import numpy as np
 
 from trilane.cuda_words import Control, Stage
+from trilane.policy import empty_state, policy_options
 
 NAP_S = 50e-6
 
@@ -83,3 +84,14 @@ def check_slots(scheduler):
             assert same, f"slot {table[shard]} does not hold the bytes of shard {shard}"
             checksum += int(buffer[: nbytes // 8 * 8].view(np.uint64).sum(dtype=np.uint64))
     return len(named), checksum & (2**64 - 1)
+
+
+def use_policy(runner, config):
+    """Another policy from now on, its cache empty and nothing learned; as many slots, and no step may be in flight."""
+    runner.reset()
+    state = empty_state(config, runner.geometry, runner.num_slots)
+    with runner.threads.holding():
+        state.clock[...] = runner.state.clock
+        runner._held.seen[:] = runner._counted[0]  # what was stamped up to now is another policy's
+        runner.config, runner.state, runner._held = config, state, runner._held._replace(state=state)
+    runner.use_options(policy_options(config)._replace(background=False))

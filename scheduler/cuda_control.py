@@ -70,7 +70,7 @@ def answer_mail(run, rates):
     first = run.geometry.first_expert[layer]
     for i in range(num_experts):
         run.seen[first + g.experts[i]] = clock
-    _count_hits(wire, run.seen, run.state, run.geometry, clock)
+    count_hits(wire, run.seen, run.state, run.geometry, clock)
 
 
 @compiled(counted=False)
@@ -123,7 +123,7 @@ def _await_team(wire, ticket):
 
 # ------------------------------------------------------------------------------------------- what happened
 @compiled(counted=False)
-def _count_hits(wire, seen, state, geometry, clock):
+def count_hits(wire, seen, state, geometry, clock):
     """Uses in steps without misses, which only the GPU saw: its stamps say when an expert was last routed to.
 
     Looks at some experts after each step, in turn, so that the next mailbox never waits for all of them.
