@@ -3,11 +3,11 @@
 Method: a model of the shape of Qwen3-30B-A3B with fewer layers and random weights. Its experts come from a GGUF file of
 random valid blocks, written just before, so that loading it reads the page cache. Tokens are given (random ones, other
 ones in each run), so that all ways to run the model do the same work; a run's time is the wall clock's from before its
-prompt of one token until the GPU is done, medians of the runs. Embeddings are as large as what layers add, so that
-routing follows the token: about uniform, the worst case. "Trunk alone" is the same graph with experts that give zeros.
-The limit is what a token would take if all misses ran at the rate that link and processor together reach on this
-machine (joint_rate.py), nothing else overlapped, and hits cost nothing. ``--compile`` adds the decoder that compiles
-the trunk.
+prompt of one token until the GPU is done, medians of the runs. Embeddings are larger than what attention adds, so
+that routing follows the token: about uniform, the worst case. "Trunk alone" is the same graph with experts that give
+zeros. The limit is what a token would take if all misses ran at the rate that link and processor together reach on
+this machine (joint_rate.py), nothing else overlapped, and hits cost nothing. ``--compile`` adds the decoder that
+compiles the trunk.
 
     python -m benchmarks.bench_hf [--layers 12] [--fraction 0.25] [--tokens 128] [--runs 5] [--compile]
 """
@@ -34,6 +34,7 @@ from trilane.probes.machine import describe_machine
 
 NUM_BLOCKS = 4099  # distinct ones; a prime, so that rows and experts differ
 WEIGHT_SIZE = 0.02
+SIZES = {"embed_tokens": 1.0, "o_proj": 0.002}  # of other weights
 NO_EXPERTS = "no_experts"
 
 
@@ -65,8 +66,7 @@ def random_trunk(config, dtype):
     trunk = {}
     for name, tensor in model.state_dict().items():
         if ".experts." not in name:
-            scale = 1.0 if "embed_tokens" in name else WEIGHT_SIZE
-            size = scale * torch.randn(tensor.shape, generator=generator)
+            size = SIZES.get(name.split(".")[-2], WEIGHT_SIZE) * torch.randn(tensor.shape, generator=generator)
             trunk[name] = (torch.ones(tensor.shape) if tensor.ndim == 1 else size).to(dtype)
     return trunk
 

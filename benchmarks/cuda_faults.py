@@ -37,7 +37,7 @@ class Case(NamedTuple):
 CASES = (
     Case("control thread stops", "error", "stall_timeout_s", Fault.DEAF, "cpu"),
     Case("copy fails", "error", "refused a copy", Fault.COPY, "stream"),
-    Case("copy's flag is lost", "error", "stall_timeout_s", Fault.LOST_FLAG, "stream"),
+    Case("copies do not land", "degraded", "copies", Fault.LOST_FLAG, "stream"),
     Case("no device memory at all", "error", "out of memory", driver={"allocations": 0}),
     Case("device memory for few slots", "degraded", "cache", driver={"free_slots": 5}),
     Case("pinning refused", "degraded", "pinned", driver={"registrations": 0}),

@@ -18,7 +18,7 @@ from trilane.cpu_kernels.float_env import TASK_SIGNATURE
 from trilane.cpu_kernels.host_workspace import Part
 from trilane.cpu_kernels.jobs import ENDED, TIMED_OUT, job_error, post_job, wait_job
 from trilane.cpu_kernels.words import TeamJob, copy_bytes, word
-from trilane.cuda_copier import await_issue, post_copies, thaw
+from trilane.cuda_copier import await_issue, post_copies, thaw, watch_landing
 from trilane.cuda_fills import tend_fills
 from trilane.cuda_mail import await_rows, take_mail
 from trilane.cuda_plan import NUM_COPIES, NUM_CPU, lay_out_cpu, lay_out_plan, release_plan
@@ -174,9 +174,10 @@ def look(run):
 @functools.cache
 def control_task(run_kind: Any, rates_kind: Any) -> Any:
     """The control thread's task for stashes of these types; its block: Block words."""
-    take, tend, warm, answer = (
+    take, tend, watch, warm, answer = (
         on_stashes(look, run_kind),
         on_stashes(tend_fills, run_kind),
+        on_stashes(watch_landing, run_kind),
         on_stashes(thaw, run_kind),
         on_stashes(answer_mail, run_kind, rates_kind),
     )
@@ -202,6 +203,7 @@ def control_task(run_kind: Any, rates_kind: Any) -> Any:
                 elif tend(run):
                     last = mono_ns()
                 else:
+                    watch(run)
                     _rest(words, mono_ns() - last)
         return 0
 

@@ -1,10 +1,12 @@
 """The thread that hands copies to the driver, so that no answer to the GPU waits for a call of the driver.
 
 A thread of the program that is inside cudaFree or cudaMalloc may hold the driver until the GPU has drained, and the GPU
-may be waiting for a copy that was not issued yet: then neither would ever go on. So the control thread posts copies
-here and looks how they get on. A step whose copies stand still is told to read those shards in place, and to
-store them into their slots. A call that was under way may still copy then, the same bytes to the same slots; until it
-has, slots are *frozen*: misses take the lanes that need no copy, and no slot changes hands.
+may be waiting for a copy that was not issued yet: then neither would ever go on. Nor would they where the driver took
+the copy, but put it behind other work of the program, which waits for the step (many launches ahead, on a GPU whose
+queues are shared by streams). So the control thread posts copies here and looks how they get on. A step whose copies
+stand still is told to read those shards in place, and to store them into their slots. A copy that was on its way may
+still land then, the same bytes in the same slots; until it has, slots are *frozen*: misses take the lanes that need no
+copy, and no slot changes hands.
 """
 
 from __future__ import annotations
@@ -36,6 +38,7 @@ from trilane.plan import Options
 from trilane.stash import on_stashes
 
 RESCUE_NS = 1_000_000  # a call of the driver that takes longer is held up by something else
+LANDING_NS, LANDING_NS_PER_BYTE = 2_000_000, 1.0  # copies that take longer stand still: 1 GB/s
 HOT_NS = 300_000  # how long the thread spins after the last copy: some layers of a token
 SPINS, NAP_NS = 4_000, 20_000  # of the control thread that waits for it
 PARK_NS = 50_000_000
@@ -66,6 +69,10 @@ def post_copies(wire, sequence):
     words, ticket = wire.places[Place.CONTROL], wire.control[Control.LISTED] + 1
     wire.control[Control.LIST_SEQUENCE] = sequence
     wire.control[Control.LIST_SIZE] = wire.counts[NUM_COPIES]
+    nbytes = 0.0
+    for k in range(wire.counts[NUM_COPIES]):
+        nbytes += wire.copies[k, 2]
+    wire.control[Control.DUE_NS] = mono_ns() + LANDING_NS + np.int64(LANDING_NS_PER_BYTE * nbytes)
     store_at(words + 8 * Control.LISTED, ticket)
     _wake(words)
     return ticket
@@ -97,6 +104,19 @@ def await_issue(wire, ticket):
             pause()
         else:  # the copier may want this core
             sleep_ns(NAP_NS)
+
+
+@compiled(counted=False)
+def watch_landing(run):
+    """Between two mailboxes: copies that were issued and do not land are given up, too."""
+    wire = run.wire
+    words = wire.places[Place.CONTROL]
+    if wire.control[Control.COPIES] == 0 or wire.control[Control.READABLE] == 0:
+        return
+    if u32_at(wire.places[Place.COPIED]) == wire.control[Control.LIST_SEQUENCE]:
+        wire.control[Control.COPIES] = 0
+    elif mono_ns() > wire.control[Control.DUE_NS] and control_word(words, Control.FAILURE) == Failure.NONE:
+        _give_up(wire, wire.control[Control.LISTED])
 
 
 @compiled(counted=False)

@@ -271,8 +271,9 @@ class CudaRunner:
         notes = self.device.notes | self._warm.notes
         if count := int(self.threads.control[Control.RESCUES]):
             notes["copies"] = (
-                f"{count} steps read in place what the driver did not copy in time, held up by another thread of the "
-                "program, such as one inside cudaFree or cudaMalloc"
+                f"{count} steps read in place what was not copied in time: the driver was held up by another thread "
+                "of the program, such as one inside cudaFree or cudaMalloc, or had put the copies behind other work of "
+                "the GPU, such as many launches ahead"
             )
         return notes
 

@@ -92,12 +92,13 @@ class Control(IntEnum):
     RESCUES = 24  # thread: steps whose copies the driver did not take in time
     READABLE = 25  # thread: whether kernels can read all that is to be copied
     NUM_GROUPS = 26  # thread: experts of the mailbox in hand
+    DUE_NS = 27  # thread: when the copies of the last list have landed at the latest, if they get on at all
     # Copies, which a thread of their own hands to the driver; its words are behind those of the control thread.
     POSTED = 32  # thread: how often there was something new; the copier sleeps on it
     LISTED = 33  # thread: lists of copies ever posted
     LIST_SEQUENCE = 34  # thread: the step of the last one
     LIST_SIZE = 35  # thread: its copies
-    GIVEN_UP = 36  # thread: lists of which no more copies are to be issued
+    GIVEN_UP = 36  # thread: the last list that a step does not wait for: no more of its copies are to be issued
     FILL_POSTED = 37  # thread: FILL_COUNT of the last fill that was posted
     FILL_TARGET = 38  # thread: where to, where from, how much
     FILL_SOURCE = 39

@@ -92,6 +92,34 @@ def test_copies_that_the_driver_holds_up_are_read_in_place(played):
     check_slots(scheduler)
 
 
+def test_copies_that_were_issued_and_do_not_land_are_read_in_place(played):
+    """The driver may put a copy behind work of the GPU that waits for it."""
+    scheduler = played(store_of(), cache={"fraction": 0.4}, policy={"force": "stream", "admit": "always"})
+    runner = scheduler._runner
+    control = runner.threads.control
+    run(scheduler, steps=2)
+    runner.inject_fault(Fault.LOST_FLAG)
+    run(scheduler, steps=3, seed=2)
+    assert control[Control.FROZEN] == 1 and control[Control.RESCUES] == 1
+    assert "read in place" in scheduler.stats().inactive["copies"]
+    runner.inject_fault(Fault.NONE)
+    streamed = scheduler.stats().lanes["stream"].shards
+    run(scheduler, steps=2, seed=4)
+    assert scheduler.stats().lanes["stream"].shards == streamed  # not before it is known that they have landed
+    runner.device.mapped("copied", np.uint32, 1)[0] = control[Control.LIST_SEQUENCE]
+    run(scheduler, steps=6, seed=3)
+    assert control[Control.FROZEN] == 0 and scheduler.stats().lanes["stream"].shards > streamed
+    check_slots(scheduler)
+
+
+def test_pageable_copies_that_do_not_land_are_a_stall(played):
+    driver, policy = PlayedDriver(pin_nbytes=0), {"lanes": ["stream"], "admit": "always"}
+    scheduler = played(store_of(), driver, cache={"fraction": 0.4}, policy=policy, cpu={"stall_timeout_s": 0.3})
+    scheduler._runner.inject_fault(Fault.LOST_FLAG)
+    with pytest.raises(WorkerError, match="stall_timeout_s"):
+        run(scheduler, steps=3)
+
+
 def test_steps_of_one_and_of_many_rows_while_the_driver_is_held_now_and_then(played):
     """Briefs and whole mailboxes, frozen slots and not, one behind the other; more entries than a warp has lanes."""
     scheduler = played(store_of(layers=2, experts=8), cache={"fraction": 0.25}, policy={"admit": "always"})
@@ -191,7 +219,6 @@ def test_ids_and_arrays_are_checked(played):
     ("fault", "force", "text"),
     [
         (Fault.COPY, "stream", "refused a copy"),
-        (Fault.LOST_FLAG, "stream", "stall_timeout_s"),
         (Fault.DEAF, "cpu", "stall_timeout_s"),
     ],
 )

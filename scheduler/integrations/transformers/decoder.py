@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import time
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
@@ -24,6 +25,7 @@ from trilane.integrations.transformers.masks import register_device_mask
 
 ROOM = 256  # a run's capacity is a multiple of it, so that the next one can use the same graph
 ORDINARY_STEPS = 2  # before a capture
+AHEAD = 4  # graphs that are launched at most before the first of them is over
 COMPILE_ERRORS = (TorchDynamoException, FailOnRecompileLimitHit)
 OnToken = Callable[[list[int]], object]
 log = logging.getLogger("trilane")
@@ -66,6 +68,7 @@ class Decoder:
         self._graph: Any = None
         self._stream: Any = None
         self._num_steps = 0
+        self._launched: deque[Any] = deque()  # an event behind each graph that may still run
 
     @torch.no_grad()
     def generate(
@@ -158,9 +161,17 @@ class Decoder:
         if self._graph is None:
             self._ordinary_step(step)
         else:
-            self._graph.replay()
-            self.handle.scheduler.check()
+            self._replay()
         self._num_steps += 1
+
+    def _replay(self) -> None:
+        """Launch the graph, few ahead of the GPU: what a driver queues without bound may stand before copies."""
+        while len(self._launched) >= AHEAD:
+            _wait_until(self._launched.popleft().query)
+        self._graph.replay()
+        self._launched.append(torch.cuda.Event())
+        self._launched[-1].record()
+        self.handle.scheduler.check()
 
     def _ordinary_step(self, step: DecodeStep) -> None:
         """A step without a graph; the first one is compiled if that is asked for, and goes on without if it fails."""
