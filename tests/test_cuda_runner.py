@@ -98,9 +98,10 @@ def test_copies_that_were_issued_and_do_not_land_are_read_in_place(played):
     runner = scheduler._runner
     control = runner.threads.control
     run(scheduler, steps=2)
+    before = int(control[Control.RESCUES])  # a busy machine may hold a call up, too
     runner.inject_fault(Fault.LOST_FLAG)
     run(scheduler, steps=3, seed=2)
-    assert control[Control.FROZEN] == 1 and control[Control.RESCUES] == 1
+    assert control[Control.FROZEN] == 1 and control[Control.RESCUES] > before
     assert "read in place" in scheduler.stats().inactive["copies"]
     runner.inject_fault(Fault.NONE)
     streamed = scheduler.stats().lanes["stream"].shards
