@@ -128,10 +128,21 @@ def median_us(decoder, args, tokens, runs=None):
     return statistics.median(times), times
 
 
+@torch.library.custom_op("trilane_bench::no_experts", mutates_args=())
+def no_experts(x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+    """Experts that give zeros; a compiler does not see that they need no router."""
+    return torch.zeros_like(x)
+
+
+@no_experts.register_fake
+def _(x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+    return torch.empty_like(x)
+
+
 def trunk_us(handle, args, compiled=False):
     """us a token without the experts."""
     if NO_EXPERTS not in ALL_EXPERTS_FUNCTIONS:
-        ALL_EXPERTS_FUNCTIONS.register(NO_EXPERTS, lambda module, x, *routing, **named: torch.zeros_like(x))
+        ALL_EXPERTS_FUNCTIONS.register(NO_EXPERTS, lambda module, x, ids, weights: no_experts(x, ids, weights))
     before = handle.model.config._experts_implementation
     handle.model.set_experts_implementation(NO_EXPERTS)
     try:
