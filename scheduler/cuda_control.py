@@ -203,7 +203,8 @@ def control_task(run_kind: Any, rates_kind: Any) -> Any:
                 elif tend(run):
                     last = mono_ns()
                 else:
-                    watch(run)
+                    if control_word(words, Control.COPIES) != 0:
+                        watch(run)
                     _rest(words, mono_ns() - last)
         return 0
 

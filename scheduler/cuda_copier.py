@@ -111,7 +111,7 @@ def watch_landing(run):
     """Between two mailboxes: copies that were issued and do not land are given up, too."""
     wire = run.wire
     words = wire.places[Place.CONTROL]
-    if wire.control[Control.COPIES] == 0 or wire.control[Control.READABLE] == 0:
+    if wire.control[Control.READABLE] == 0:
         return
     if u32_at(wire.places[Place.COPIED]) == wire.control[Control.LIST_SEQUENCE]:
         wire.control[Control.COPIES] = 0
