@@ -4,7 +4,9 @@ All shards of an expert are used together, so experts are ordered and not shards
 expert is used: LRU keeps the clock of the last use; decayed frequency adds a *growing* unit for each use, which
 orders experts as the decaying sum would without touching the others; "predicted" adds to that what the experts
 which were just used foretell (`neighbours`). Ties go to the lower expert key, so that
-the order never depends on history. This file moves no slots.
+the order never depends on history. The experts of the step in flight are *held*: no victims. They may stay in the heap,
+by their old scores, until `settle_step`, since to take them out and put them in again would make plans wait. This file
+moves no slots.
 """
 
 from __future__ import annotations
@@ -90,7 +92,7 @@ def score_if_used(state, expert):
 
 @decision(inline=True)
 def count_use(state, expert):
-    """Give an expert that is in no heap its score for a use now; a use foretold by a hint counts once."""
+    """Give an expert its score for a use now, which `settle_expert` must follow; one foretold by a hint counts once."""
     state.score[expert] = score_if_used(state, expert)
     state.flags[expert] &= NOT_HINTED
 
@@ -103,21 +105,39 @@ def _before(x, a, y, b):
 
 @decision
 def _sift(heap, scores, heap_pos, first, size, top, i, expert, score):
-    """Put an expert into the hole at ``i``: down to a leaf, where it mostly belongs, then up, to ``top`` at most."""
+    """Put an expert into the hole at ``i``: down to a leaf, where it mostly belongs, then up, to ``top`` at most.
+
+    Two levels at a time: the pairs below both children are compared while it is open which of these moves up.
+    """
+    while 4 * i + 6 < size:
+        near, far = 2 * i + 1, 4 * i + 3
+        left, right = _lesser(heap, scores, first + far), _lesser(heap, scores, first + far + 2)
+        side = _lesser(heap, scores, first + near)
+        _move_up(heap, scores, heap_pos, first, near + side, i)
+        i = far + left + side * (2 + right - left)  # without a branch
+        _move_up(heap, scores, heap_pos, first, i, near + side)
     while 2 * i + 1 < size:
-        down = 2 * i + 1
-        at = (first + down) & INDEX
-        if down + 1 < size:
-            second = int(_before(scores[at + 1], heap[at + 1], scores[at], heap[at]))
-            at += second
-            down += second
-        below = heap[at]
-        hole = (first + i) & INDEX
-        heap[hole] = below
-        scores[hole] = scores[at]
-        heap_pos[below & INDEX] = i
-        i = down
+        below = 2 * i + 1
+        if below + 1 < size:
+            below += _lesser(heap, scores, first + below)
+        _move_up(heap, scores, heap_pos, first, below, i)
+        i = below
     _sift_up(heap, scores, heap_pos, first, top, i, expert, score)
+
+
+@decision(inline=True)
+def _lesser(heap, scores, at):
+    """Which of two neighbours comes first, 0 or 1."""
+    at &= INDEX
+    return int(_before(scores[at + 1], heap[at + 1], scores[at], heap[at]))
+
+
+@decision(inline=True)
+def _move_up(heap, scores, heap_pos, first, i, hole):
+    at, to = (first + i) & INDEX, (first + hole) & INDEX
+    heap[to] = heap[at]
+    scores[to] = scores[at]
+    heap_pos[heap[at] & INDEX] = hole
 
 
 @decision(inline=True)
@@ -140,7 +160,7 @@ def _sift_up(heap, scores, heap_pos, first, top, i, expert, score):
 
 @decision(inline=True)
 def push_expert(state, pool, expert):
-    """Put an expert that owns slots and is not held among the possible victims."""
+    """Put an expert that owns slots among the possible victims."""
     size = state.heap_size[pool]
     state.heap_size[pool] = size + 1
     score = state.score[expert]
@@ -178,25 +198,46 @@ def settle_expert(state, pool, expert):
 
 
 @decision(inline=True)
-def hold_expert(state, pool, expert):
-    """Take an expert of the step in flight out of the victims."""
+def hold_expert(state, expert):
+    """An expert of the step in flight is no victim; it stays where it is in the heap."""
     if state.flags[expert] & HELD:
         raise ValueError("an expert was listed twice: pass the unique routed experts of the layer")
-    if state.heap_pos[expert] >= 0:
-        remove_expert(state, pool, expert)
     state.flags[expert] |= HELD
     state.held[state.num_held[0]] = expert
     state.num_held[0] += 1
 
 
+@decision(inline=True)
+def first_victim(state, pool):
+    """The expert that would lose its slots first, then on top of the heap; -1 without one. Held ones on top leave."""
+    while state.heap_size[pool] > 0:
+        expert = state.heap[state.first_heap[pool]] & INDEX
+        if state.flags[expert] & HELD == 0:
+            return expert
+        remove_expert(state, pool, expert)
+    return -1
+
+
+@decision
+def settle_step(state, geometry):
+    """Order the experts of the step in flight by their new scores. `release_step` would do it, when a plan waits."""
+    for i in range(state.num_held[0]):
+        expert = state.held[i] & INDEX
+        pool = state.pool_of[geometry.layer_of[expert]]
+        place = state.heap_pos[expert]
+        if place < 0:
+            if state.resident[expert] > 0:
+                push_expert(state, pool, expert)
+        elif state.heap_score[state.first_heap[pool] + place] != state.score[expert]:
+            settle_expert(state, pool, expert)
+
+
 @decision
 def release_step(state, geometry):
     """The step in flight has read its slots: its experts may lose them from now on."""
+    settle_step(state, geometry)
     for i in range(state.num_held[0]):
-        expert = state.held[i] & INDEX
-        state.flags[expert] &= NOT_HELD
-        if state.resident[expert] > 0:
-            push_expert(state, state.pool_of[geometry.layer_of[expert]], expert)
+        state.flags[state.held[i] & INDEX] &= NOT_HELD
     state.num_held[0] = 0
 
 

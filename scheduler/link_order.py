@@ -49,6 +49,9 @@ def block_missing(state, geometry, options, step, work):
         expert = (first + step.experts[i]) & INDEX
         if state.flags[expert] & HELD:  # not what an earlier wave is done with
             slots -= state.resident[expert]
+    if not asks and fills == 0:
+        return slots
+    for i in range(step.num_experts):
         refused = asks and work.worth[i] < price
         if work.missing[i] > 0 and (refused or fills > 0):
             at = i * num_shards

@@ -21,12 +21,13 @@ def look_up(state, geometry, step, work):
     count = geometry.first_expert[layer + 1] - first
     whole = work.sizes[num_shards]
     _clear_marks(work.lane, work.slot, work.victim, work.run, step.num_experts * num_shards)
-    num_hits = nbytes = row_nbytes = 0
+    num_hits = 0
+    nbytes = row_nbytes = 0.0
     for i in range(step.num_experts):
         if step.experts[i] < 0 or step.experts[i] >= count:
             raise ValueError("an expert id is outside its layer: drop skipped ids before planning")
         expert = (first + step.experts[i]) & INDEX
-        hold_expert(state, state.pool_of[layer], expert)
+        hold_expert(state, expert)
         work.reuse[i] = state.score[expert]
         count_use(state, expert)
         work.worth[i] = state.score[expert]
@@ -37,31 +38,52 @@ def look_up(state, geometry, step, work):
             continue
         num_hits += number
         shard = geometry.first_shard[layer] + step.experts[i] * num_shards
-        size = starts = before = 0
-        for j in range(num_shards):  # without branches: what is resident could not be foreseen
-            slot = state.slot_of[(shard + j) & INDEX]
-            hits = int(slot >= 0)
-            at = (i * num_shards + j) & INDEX
-            work.lane[at] = HIT if hits else UNPLACED
-            work.slot[at] = slot if hits else -1
-            size += geometry.shard_nbytes[layer, j] * hits
-            starts += (1 - hits) & (1 - before)
-            before = 1 - hits
+        if number == num_shards:
+            size, starts = whole, 0
+            _mark_whole(state.slot_of, work.lane, work.slot, i * num_shards, shard, num_shards)
+        else:
+            sizes = geometry.shard_nbytes[layer]
+            size, starts = _mark_part(state.slot_of, work.lane, work.slot, i * num_shards, shard, num_shards, sizes)
         work.open_nbytes[i], work.open_runs[i] = whole - size, float(starts)
         nbytes += size
         row_nbytes += size * step.rows[i]
     work.num_hits[0] = num_hits
-    work.hits[0], work.hits[1] = float(nbytes), float(row_nbytes)
+    work.hits[0], work.hits[1] = nbytes, row_nbytes
+
+
+@decision(inline=True)
+def _mark_whole(slot_of, lanes, slots, at, shard, num_shards):
+    """All shards of an expert are hits."""
+    for j in range(num_shards):
+        lanes[(at + j) & INDEX] = HIT
+        slots[(at + j) & INDEX] = slot_of[(shard + j) & INDEX]
+
+
+@decision(inline=True)
+def _mark_part(slot_of, lanes, slots, at, shard, num_shards, sizes):
+    """Mark an expert's shards, some of which are there; bytes of these, and runs of the others."""
+    size = starts = before = 0
+    for j in range(num_shards):  # without branches: what is resident could not be foreseen
+        slot = slot_of[(shard + j) & INDEX]
+        hits = int(slot >= 0)
+        here = (at + j) & INDEX
+        lanes[here] = HIT if hits else UNPLACED
+        slots[here] = slot if hits else -1
+        size += sizes[j] * hits
+        starts += (1 - hits) & (1 - before)
+        before = 1 - hits
+    return float(size), starts
 
 
 @decision
-def weigh_experts(state, geometry, layer, experts, num_experts, worth, reuse):
-    """What the experts are worth with what is foretold for after this step (scores are told later)."""
+def weigh_experts(state, geometry, layer, experts, num_experts, order, num, worth, reuse):
+    """What the ``num`` ordered experts are worth with what is foretold for after this step (scores are told later)."""
     if num_experts > MOST_FOLLOWED:
         return
     passes = 2 if starts_pass(state, geometry, layer, state.clock[0]) else 1  # after the likest ones of the step before
     unit = state.unit[0] * state.prediction / ONE
-    for i in range(num_experts):
+    for k in range(num):
+        i = order[k] & INDEX
         expert = (geometry.first_expert[layer] + experts[i]) & INDEX
         rate = rate_near(state, layer, int(experts[i]), passes)
         worth[i] += rate * unit - float(state.boost[expert]) * state.boost_unit[layer]
@@ -120,7 +142,7 @@ def look_again(state, geometry, step, work):
         work.missing[i] = work.open[i] = missing
         work.open_nbytes[i], work.open_runs[i] = size, starts
         if takes_part:
-            hold_expert(state, state.pool_of[layer], geometry.first_expert[layer] + step.experts[i])
+            hold_expert(state, geometry.first_expert[layer] + step.experts[i])
     work.num_hits[0] = num_hits
     work.hits[0], work.hits[1] = nbytes, row_nbytes
     if slot_price(state, state.pool_of[layer]) == NO_PRICE:

@@ -119,11 +119,13 @@ def tally_near(state, layer, passes):
 @decision(inline=True)
 def rate_near(state, layer, id_, passes):
     """The same rate of one expert."""
+    used, bit = state.past[layer, (id_ & INDEX) // WORD], (id_ & INDEX) % WORD
+    under_way = state.row[0] if passes > 0 else -1
     rate = 0
     for k in range(state.num_near[0]):
-        row = (state.near[k] + passes) % NUM_PAST
-        is_used = (np.int64(state.past[layer, id_ // WORD, row]) >> id_ % WORD) & 1
-        rate += state.near_rate[k] * is_used * int(passes == 0 or row != state.row[0])
+        row = (state.near[k] + passes) & (NUM_PAST - 1)
+        if (np.int64(used[row]) >> bit) & 1 and row != under_way:
+            rate += state.near_rate[k]
     return rate
 
 

@@ -16,9 +16,11 @@ def place_missing(state, geometry, options, step, work, split):
     """Give each missing shard the lane that the split says, and a slot if the lane fills one."""
     num_shards = geometry.num_shards[step.layer]
     rest = UNPLACED if options.lanes == 1 << STREAM else CPU
+    no_fills = state.num_filling[state.pool_of[step.layer]] == 0
     entry = k = 0
     while k < work.counts[NUM_MISSING]:
         i, mark, stop = work.who[entry] & INDEX, work.mark[entry], work.bound[entry + 1]
+        is_whole = no_fills and stop - k == num_shards  # then no shard need be looked at
         entry += 1
         j = 0
         if split.subset < 0 and k >= split.linked:
@@ -27,13 +29,14 @@ def place_missing(state, geometry, options, step, work, split):
             k = stop
         while k < stop:
             at = (i * num_shards + j) & INDEX
-            if work.lane[at] != mark:
+            if not is_whole and work.lane[at] != mark:
                 j += 1
                 continue
             lane, number = _side_of(split, work.counts[NUM_MISSING], k, rest)
             number = min(number, stop - k)
             shard = geometry.first_shard[step.layer] + step.experts[i] * num_shards + j
-            number = _count_neighbours(state.slot_of, work.lane, at, shard, mark, number)
+            if not is_whole:
+                number = _count_neighbours(state.slot_of, work.lane, at, shard, mark, number)
             _place_run(state, geometry, options, step, work, i, j, shard, lane, number)
             j, k = j + number, k + number
 

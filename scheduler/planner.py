@@ -11,9 +11,17 @@ from __future__ import annotations
 
 from trilane.cost import Loads, write_terms
 from trilane.demotion import demote_hits
-from trilane.eviction import advance_clock, count_hint, push_expert, release_step, remove_expert, score_if_used
+from trilane.eviction import (
+    advance_clock,
+    count_hint,
+    push_expert,
+    release_step,
+    remove_expert,
+    score_if_used,
+    settle_step,
+)
 from trilane.expert import CPU, HIT, STREAM, ZERO_COPY, decision, first_shard_of
-from trilane.link_order import Step, sum_sizes
+from trilane.link_order import Step, find_missing, sum_sizes
 from trilane.lookup import look_again, look_up, weigh_experts
 from trilane.neighbours import follow_step
 from trilane.placement import place_missing
@@ -79,9 +87,10 @@ def plan_step(state, geometry, rates, options, layer, experts, rows, num_experts
         demote_hits(rates, options, geometry, step, work)
     missing = _clear_counts(geometry, step, work)
     if missing > 0:
+        num = find_missing(step, work)
         if state.past.shape[2] > 0 and not is_wave:
-            weigh_experts(state, geometry, layer, experts, num_experts, work.worth, work.reuse)
-        split = choose_split(state, geometry, rates, options, step, work)
+            weigh_experts(state, geometry, layer, experts, num_experts, work.order, num, work.worth, work.reuse)
+        split = choose_split(state, geometry, rates, options, step, work, num)
         place_missing(state, geometry, options, step, work, split)
         if options.counts_copies:
             learn_scatter(state, work.counts[STREAM], work.counts[NUM_RUNS], work.counts[NUM_COPIES])
@@ -184,6 +193,7 @@ def learn_step(state, geometry, options, layer, experts, num_experts):
     """
     if state.past.shape[2] > 0:
         follow_step(state, geometry, layer, experts, num_experts)
+    settle_step(state, geometry)
     if options.background:
         if state.past.shape[2] > 0:
             list_coming(state, geometry, layer)

@@ -6,7 +6,7 @@ it is planned, since the step that fills it also reads it; `planner.abandon_step
 
 from __future__ import annotations
 
-from trilane.eviction import push_expert, remove_expert
+from trilane.eviction import first_victim, push_expert, remove_expert
 from trilane.expert import decision, expert_of, first_shard_of
 from trilane.state import HELD, INDEX
 
@@ -19,7 +19,7 @@ def slot_price(state, pool):
     """Score of the expert that would lose a slot: -1 if one is free, infinite if none can be had."""
     if state.num_free[pool] > 0:
         return FREE_PRICE
-    if state.heap_size[pool] > 0:
+    if first_victim(state, pool) >= 0:
         return state.heap_score[state.first_heap[pool]]
     return NO_PRICE
 
@@ -44,10 +44,11 @@ def claim_slots(state, geometry, pool, score, count, slots, at):
     while taken < count:
         if state.num_free[pool] > 0:
             taken += _take_free(state, pool, count - taken, slots, at + taken)
-        elif state.heap_size[pool] > 0 and state.heap_score[state.first_heap[pool]] <= score:
-            taken += _take_victim(state, geometry, pool, count - taken, slots, at + taken)
-        else:
+            continue
+        victim = first_victim(state, pool)
+        if victim < 0 or state.heap_score[state.first_heap[pool]] > score:
             break
+        taken += _take_victim(state, geometry, pool, victim, count - taken, slots, at + taken)
     return taken
 
 
@@ -64,13 +65,12 @@ def _take_free(state, pool, count, slots, at):
 
 
 @decision(inline=True)
-def _take_victim(state, geometry, pool, count, slots, at):
-    """Take up to ``count`` slots of the first victim, last shard first, and list them the other way round.
+def _take_victim(state, geometry, pool, expert, count, slots, at):
+    """Take up to ``count`` slots of a victim, last shard first, and list them the other way round.
 
     So shards that lie as a run from shard 0 stay such a run, and what must be fetched is one too; slots mostly rise
     with the shards. Of ``n`` resident shards one lies at ``n - 1`` or above: in such a run just there, else not far.
     """
-    expert = int(state.heap[state.first_heap[pool]])
     first = int(first_shard_of(geometry, expert))
     left = int(state.resident[expert])
     number = min(count, left)

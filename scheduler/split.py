@@ -30,7 +30,7 @@ from typing import NamedTuple
 
 from trilane.cost import Loads, both_us, cpu_us, device_us, link_us, longer, step_us, stream_us
 from trilane.expert import CPU, STREAM, ZERO_COPY, decision
-from trilane.link_order import block_missing, entry_of, find_missing, list_entries, sort_experts, sums_before
+from trilane.link_order import block_missing, entry_of, list_entries, sort_experts, sums_before
 from trilane.plan import EXHAUSTIVE_SHARDS, NUM_MISSING, allows
 from trilane.state import INDEX
 from trilane.subsets import is_uniform, list_shards, try_subsets
@@ -60,15 +60,14 @@ class Prefix(NamedTuple):
 
 
 @decision(inline=True)
-def choose_split(state, geometry, rates, options, step, work):
-    """The split of the missing shards, which stay listed in ``work`` in its link order (`plan.Work`)."""
+def choose_split(state, geometry, rates, options, step, work, num):
+    """The split of what ``num`` experts miss (`find_missing`), which stays listed in its link order (`plan.Work`)."""
     total = work.counts[NUM_MISSING]
     num_shards = geometry.num_shards[step.layer]
     slots = block_missing(state, geometry, options, step, work)
     slack = options.slack_runs * rates.run_fix_us
     floor = _least_rate(rates.zero_copy_us_per_byte)
     work.scatter[0] = state.scatter[0]
-    num = find_missing(step, work)
     if options.by_ratio:
         return ratio_split(rates, geometry, step, work, num, slots)
     sorts_twice = allows(options, STREAM) and rates.run_fix_us != 0.0 and not _runs_equal(work, num)

@@ -27,7 +27,7 @@ NUM_WANTED = 8
 NUM_COMING = 8
 POOLS = ("shared", "layer")
 
-HELD = 1  # flag: the expert belongs to the step in flight, so it is in no heap
+HELD = 1  # flag: the expert belongs to the step in flight, so it is no victim
 HINTED = 2  # flag: a hint counted the coming use already
 RAISED = 4  # flag: the score holds what `State.boost` foretells
 INDEX = (1 << 31) - 1  # `index & INDEX` is plainly not negative: no code is made to count it from the end
@@ -54,8 +54,9 @@ class State(NamedTuple):
     num_filling : int64 (pools,)
     heap : int32 (experts,), heap_score : float64 (experts,), heap_pos : int32 (experts,)
     first_heap : int64 (pools,), heap_size : int64 (pools,)
-        A binary heap for each pool over the experts which own a slot and are not held; least score on top. Scores
-        are kept beside the experts too, so that a way through the heap waits for one load a level and not two.
+        A binary heap for each pool over the experts which own a slot, least score on top; a held one may be missing,
+        or have the score there that it had before. Scores are kept beside the experts, so that a way through the heap
+        waits for one load a level and not two.
     score : float64 (experts,)
         What orders the heap, of absent experts too: clock of the last use, or decayed frequency in growing
         units.
@@ -324,18 +325,22 @@ def _check_pools(state: State, geometry: Geometry) -> None:
 
 
 def _check_heap(state: State, geometry: Geometry, p: int) -> None:
-    """Exactly the experts that own slots and are not held, each at its place, no child before its parent."""
+    """The experts that own slots, each at its place, no child before its parent; held ones may be missing or old."""
     a, size = int(state.first_heap[p]), int(state.heap_size[p])
     heap = state.heap[a : a + size]
+    scores = state.heap_score[a : a + size]
+    assert (heap >= 0).all(), f"pool {p}: heap {heap}"
     mine = state.pool_of[geometry.layer_of] == p
-    members = np.flatnonzero(mine & (state.resident > 0) & ((state.flags & HELD) == 0))
-    assert sorted(heap.tolist()) == members.tolist(), f"pool {p}: heap {sorted(heap)}, owners {members}"
+    held = (state.flags & HELD) != 0
+    outside = mine.copy()
+    outside[heap] = False
+    wrong = np.flatnonzero(outside & (state.resident > 0) & ~held).tolist()
+    assert not wrong, f"pool {p}: owners {wrong} are not in the heap"
+    assert (mine[heap] & (state.resident[heap] > 0)).all(), f"pool {p}: a member of the heap owns no slot"
     assert len(heap) == size, f"pool {p}: heap_size {size}"
     assert (state.heap_pos[heap] == np.arange(size)).all(), f"pool {p}: heap_pos"
-    assert (state.heap_score[a : a + size] == state.score[heap]).all(), f"pool {p}: heap_score"
-    outside = mine.copy()
-    outside[members] = False
+    assert ((scores == state.score[heap]) | held[heap]).all(), f"pool {p}: heap_score"
     assert (state.heap_pos[outside] == -1).all(), f"pool {p}: an expert outside the heap has a place in it"
     for i in range(1, size):
-        up, down = heap[(i - 1) // 2], heap[i]
-        assert (state.score[up], up) < (state.score[down], down), f"pool {p}: heap order at {i}"
+        up, down = (i - 1) // 2, i
+        assert (scores[up], heap[up]) < (scores[down], heap[down]), f"pool {p}: heap order at {i}"

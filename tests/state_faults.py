@@ -50,7 +50,7 @@ class Seen(NamedTuple):
 
     landed: np.ndarray  # int32 (experts,): slots that hold a shard of the expert
     marks: np.ndarray  # uint8 (slots or experts,)
-    members: np.ndarray  # int64 (pools,): experts that belong into the heap
+    members: np.ndarray  # int64 (pools,): experts with a place in the heap
 
 
 def make_seen(state):
@@ -162,28 +162,31 @@ def _held_fault(state, seen):
 
 @decision
 def _heaps_fault(state, geometry, seen):
-    """An expert has a place in its pool's heap just if it owns landed slots and is not held; parents come first."""
+    """Experts with a place in their pool's heap own landed slots, parents come first, and none is missing.
+
+    A held one may be missing, or have another score in the heap than its own.
+    """
     seen.members[:] = 0
     for expert in range(state.flags.size):
         pool = state.pool_of[geometry.layer_of[expert]]
-        belongs = state.resident[expert] > 0 and state.flags[expert] & HELD == 0
-        if belongs != (state.heap_pos[expert] != -1):
+        is_in, is_held = state.heap_pos[expert] != -1, state.flags[expert] & HELD != 0
+        if is_in and state.resident[expert] <= 0 or not is_in and not is_held and state.resident[expert] > 0:
             return HEAP_LACKS
-        if not belongs:
+        if not is_in:
             continue
         seen.members[pool] += 1
         place = state.heap_pos[expert]
         if place < 0 or place >= state.heap_size[pool] or state.heap[state.first_heap[pool] + place] != expert:
             return HEAP
-        if state.heap_score[state.first_heap[pool] + place] != state.score[expert]:
+        score = state.heap_score[state.first_heap[pool] + place]
+        if not is_held and score != state.score[expert]:
             return HEAP
         if place > 0:
-            above = state.heap[state.first_heap[pool] + (place - 1) // 2]
+            up = state.first_heap[pool] + (place - 1) // 2
+            above, least = state.heap[up], state.heap_score[up]
             if above < 0 or above >= state.flags.size:
                 return HEAP
-            if state.score[above] > state.score[expert] or (
-                state.score[above] == state.score[expert] and above > expert
-            ):
+            if not (least < score or (least == score and above < expert)):
                 return HEAP_ORDER
     for pool in range(state.heap_size.size):
         if seen.members[pool] != state.heap_size[pool]:

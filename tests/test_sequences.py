@@ -50,7 +50,7 @@ def test_compiled_and_plain_decisions_are_the_same_bits():
 
 
 BROKEN = {
-    "the step's experts stay victims": "lookup.hold_expert = lambda state, pool, expert: None",
+    "the step's experts stay victims": "lookup.hold_expert = lambda state, expert: None",
     "a failed step keeps its slots": "planner.empty_slot = lambda state, pool, slot, expert: None",
     "a fill is a hit before it lands": "planner.reserve_slot = lambda state, pool, slot, shard: "
     "residency.fill_slot(state, slot, shard)",
