@@ -132,6 +132,29 @@ def test_a_temperature_counts_and_a_seed_repeats(tiny, wanted):
     assert found[0] == found[1] and len({*found, wanted}) == 3
 
 
+def test_a_client_that_leaves_makes_room_for_the_next(tiny):
+    body = {"model": "tiny", "prompt": PROMPT, "max_tokens": 1000, "temperature": 0}
+    tokens = "trilane_steps_total"
+    for url in ("completions", "chat/completions"):
+        asked = body if url == "completions" else body | {"messages": [{"role": "user", "content": PROMPT}]}
+        if url != "completions":
+            del asked["prompt"]
+        with pytest.raises(httpx.TimeoutException):
+            httpx.post(f"{tiny.url}/v1/{url}", json=asked, timeout=1.5)
+        began = time.monotonic()
+        found = tiny.client.completions.create(model="tiny", prompt=PROMPT, max_tokens=3, temperature=0)
+        assert found.usage.completion_tokens == 3 and time.monotonic() - began < 15
+    before = tiny.metrics()
+    time.sleep(1.0)
+    names = [name for name in before if tokens in str(name)]
+    assert names and all(before[name] == tiny.metrics()[name] for name in names)  # nobody is written for
+
+
+def test_a_text_longer_than_the_model_is_made_for_is_refused(tiny):
+    with pytest.raises(openai.BadRequestError, match="max_tokens: '99999999', but it must be at most"):
+        tiny.client.completions.create(model="tiny", prompt=PROMPT, max_tokens=99999999)
+
+
 def test_it_lists_its_model_and_refuses_another(tiny):
     assert [model.id for model in tiny.client.models.list()] == ["tiny"]
     with pytest.raises(openai.BadRequestError, match="tiny"):

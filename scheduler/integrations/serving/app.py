@@ -10,11 +10,11 @@ from fastapi.responses import JSONResponse
 from prometheus_client import CollectorRegistry, ProcessCollector
 from prometheus_client.exposition import choose_encoder
 from transformers.cli.serving.server import build_server
-from transformers.cli.serving.utils import GenerationState
 
 from trilane.errors import ClosedError, TrilaneError
 from trilane.integrations.generation import TextModel
 from trilane.integrations.metrics import SchedulerCollector
+from trilane.integrations.serving.departures import Departures, TextState
 from trilane.integrations.serving.requests import ChatRequests, CompletionRequests, NoTranscription, ResponseRequests
 from trilane.integrations.serving.served_model import ServedModel
 
@@ -39,7 +39,7 @@ def build_app(model: TextModel, name: str) -> FastAPI:
     TrilaneError
         A name that requests cannot use.
     """
-    served, state = ServedModel(model, name), GenerationState()
+    served, state = ServedModel(model, name), TextState()
     app = build_server(
         served,
         ChatRequests(served, state),
@@ -51,6 +51,7 @@ def build_app(model: TextModel, name: str) -> FastAPI:
     app.add_exception_handler(TrilaneError, _failed)
     app.add_exception_handler(HTTPException, _refused)
     add_metrics(app, SchedulerCollector({name: model.handle}))
+    app.add_middleware(Departures)
     return app
 
 

@@ -28,7 +28,7 @@ class ChatRequests(ChatCompletionHandler):
             refuse("messages[-1].content", "", "must be a text: the model has no chat template, and goes on from it")
         if "max_completion_tokens" in body:
             body.setdefault("max_tokens", body.pop("max_completion_tokens"))
-        check_numbers(body)
+        check_numbers(body, self.model_manager.most_tokens)
         return await super().handle_request(body, request_id)
 
 
@@ -39,7 +39,7 @@ class CompletionRequests(CompletionHandler):
         prompt = body.get("prompt")
         if not isinstance(prompt, str) or not prompt:
             refuse("prompt", prompt, "must be a text of one character or more; one prompt a request")
-        check_numbers(body)
+        check_numbers(body, self.model_manager.most_tokens)
         return await super().handle_request(body, request_id)
 
 
@@ -51,7 +51,7 @@ class ResponseRequests(ResponseHandler):
         if not isinstance(given, (str, list)) or not given:
             refuse("input", given, "must be a text, or a list of one message or more")
         body.setdefault("stream", False)
-        check_numbers(body)
+        check_numbers(body, self.model_manager.most_tokens)
         return await super().handle_request(body, request_id)
 
 
@@ -62,12 +62,14 @@ class NoTranscription(TranscriptionHandler):
         raise HTTPException(status_code=404, detail="audio: the model takes text only; ask /v1/chat/completions")
 
 
-def check_numbers(body: dict[str, Any]) -> None:
-    """Refuse lengths and temperatures that no text can be made with."""
+def check_numbers(body: dict[str, Any], most_tokens: int | None) -> None:
+    """Refuse lengths and temperatures that no text can be made with; the model is made for ``most_tokens`` in all."""
     for name in ("max_tokens", "max_output_tokens"):
         tokens = body.get(name)
         if tokens is not None and (not is_number(tokens) or tokens != int(tokens) or tokens < 1):
             refuse(name, tokens, "must be a whole number from 1 on")
+        if tokens is not None and most_tokens is not None and tokens > most_tokens:
+            refuse(name, tokens, f"must be at most {most_tokens}, the tokens that the model is made for")
     temperature, top_p = body.get("temperature"), body.get("top_p")
     if temperature is not None and not (is_number(temperature) and 0 <= temperature <= 100):
         refuse("temperature", temperature, "must be a number from 0, always the likeliest token, to 100")
