@@ -89,4 +89,5 @@ def main() -> None:
         print(f"trilane: {error}", file=sys.stderr)
         sys.exit(1)
     except KeyboardInterrupt:
+        print("trilane: interrupted", file=sys.stderr)
         sys.exit(130)  # what a shell reports for Ctrl-C

@@ -128,3 +128,8 @@ def test_mistakes_are_answered_in_a_line(model, gguf, tmp_path, args, code, text
     cut.write_bytes(gguf.read_bytes()[:-9000])
     result = run("plan", *(arg.format(model=model, cut=cut, **names) for arg in args), expect=code)
     assert text in " ".join(result.stderr.replace("│", " ").split()) and not result.stdout
+
+
+def test_the_bundled_model_has_a_name_here_too():
+    result = run("plan", "tiny", "--json", "--no-speed")
+    assert result.returncode == 0 and json.loads(result.stdout)["fits"] is True

@@ -231,3 +231,20 @@ def test_no_status_line_where_no_terminal_is(capsys):
     with StatusLine() as line:
         line.show("nothing")
     assert capsys.readouterr().err == ""
+
+
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        (["nope.gguf"], "there is no such file or folder"),
+        (["Tiny"], "the bundled model is 'tiny'"),
+        (["tiny", "--policy", "typo.yaml"], "typo.yaml"),
+        (["tiny", "--tokenizer", "empty"], "no tokenizer can be read there"),
+    ],
+)
+def test_mistakes_are_named(tmp_path, monkeypatch, arguments, text):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "typo.yaml").write_text("cach:\n  slots: 3\n")
+    result = run("run", *arguments, "--prompt", "x", "--device", "host")
+    assert result.exit_code == 1 and isinstance(result.exception, TrilaneError) and text in str(result.exception)

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from trilane.commands.model_options import MODEL_HELP
+from trilane.commands.model_options import MODEL_HELP, check_files
 
 WARM_TOKENS = 16  # of the quick way
 
@@ -28,6 +28,7 @@ def identity(
     from trilane.commands.text_extra import need_text_extra
 
     need_text_extra("trilane identity")
+    check_files(model, None)
     import torch
 
     from trilane.errors import TrilaneError

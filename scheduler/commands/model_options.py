@@ -23,6 +23,23 @@ Tokenizer = Annotated[
 ]
 
 
+def check_files(model: str, policy: Path | None) -> None:
+    """Refuse what can be seen before torch is loaded, which takes seconds.
+
+    Raises
+    ------
+    ModelFileError, ConfigError
+    """
+    from trilane.bundled_model import TINY
+    from trilane.errors import ModelFileError
+    from trilane.settings.effective_config import load_config
+
+    if model != TINY and not Path(model).exists():
+        hint = f"the bundled model is {TINY!r}" if model.lower() == TINY else "check the path"
+        raise ModelFileError(f"{model}: there is no such file or folder, but MODEL must be one, or {TINY!r}; {hint}")
+    load_config(policy)
+
+
 def cache_options(slots: int | None, vram: str | None) -> dict[str, Any]:
     """What ``--vram`` says, as configuration; both options at once are wrong usage."""
     if slots is not None and vram is not None:

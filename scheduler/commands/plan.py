@@ -22,7 +22,10 @@ _SCHEMA = 1
 
 def plan(
     model: Annotated[
-        Path, typer.Argument(help="GGUF file, safetensors folder, config.json, or a folder with one of these.")
+        Path,
+        typer.Argument(
+            metavar="MODEL", help="GGUF file, safetensors folder, config.json, a folder with one of these, or 'tiny'."
+        ),
     ],
     format_name: Annotated[
         str | None,
@@ -77,12 +80,13 @@ def plan(
 
 
 def _sizes(model: Path, format_name: str | None) -> ModelSizes:
+    from trilane.bundled_model import TINY, tiny_path
     from trilane.commands.console import checked
     from trilane.cpu_kernels.formats import format_of
     from trilane.find_sizes import read_sizes
 
     checked("--format", format_of, format_name)
-    return read_sizes(model, format_name)
+    return read_sizes(tiny_path() if str(model) == TINY else model, format_name)
 
 
 def _memory(nbytes: int | None) -> HostMemory:

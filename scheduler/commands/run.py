@@ -7,7 +7,17 @@ from typing import Annotated
 
 import typer
 
-from trilane.commands.model_options import MODEL_HELP, Device, Format, Policy, Slots, Tokenizer, Vram, cache_options
+from trilane.commands.model_options import (
+    MODEL_HELP,
+    Device,
+    Format,
+    Policy,
+    Slots,
+    Tokenizer,
+    Vram,
+    cache_options,
+    check_files,
+)
 
 
 def run(
@@ -50,6 +60,7 @@ def run(
         raise typer.BadParameter("give one of --prompt and --prompts", param_hint="--prompt")
     options = cache_options(slots, vram)
     need_text_extra("trilane run")
+    check_files(model, policy)
     from trilane.integrations.generation import open_text_model, set_torch_threads
     from trilane.integrations.generation.session import Session, ask, read_prompts
 

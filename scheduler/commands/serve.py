@@ -6,7 +6,17 @@ from typing import Annotated
 
 import typer
 
-from trilane.commands.model_options import MODEL_HELP, Device, Format, Policy, Slots, Tokenizer, Vram, cache_options
+from trilane.commands.model_options import (
+    MODEL_HELP,
+    Device,
+    Format,
+    Policy,
+    Slots,
+    Tokenizer,
+    Vram,
+    cache_options,
+    check_files,
+)
 
 
 def serve(
@@ -31,6 +41,7 @@ def serve(
 
     options = cache_options(slots, vram)
     need_serve_extra("trilane serve")
+    check_files(model, policy)
     from trilane.integrations.generation import open_text_model
     from trilane.integrations.serving import open_socket, served_name
     from trilane.integrations.serving import serve as serve_model

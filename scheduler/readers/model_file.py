@@ -80,7 +80,9 @@ class ModelFile:
         try:
             fd = os.open(path, flags)
         except (OSError, ValueError) as error:  # ValueError: a null byte in the name
-            raise ModelFileError(f"{str(path)!r}: cannot be opened ({error}); check the path") from error
+            remedy = "change its permissions" if isinstance(error, PermissionError) else "check the path"
+            reason = error.strerror if isinstance(error, OSError) else error
+            raise ModelFileError(f"{str(path)!r}: cannot be opened ({reason}); {remedy}") from error
         weakref.finalize(self, os.close, fd)
         self.fd = fd
         status = os.fstat(fd)

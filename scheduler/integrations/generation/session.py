@@ -57,10 +57,9 @@ class Session:
         is_plain = temperature == 0 and not verify
         has_decoder = is_plain and model.handle.scheduler.on_gpu
         if compile and not has_decoder:
-            raise TrilaneError(
-                "--compile: is for the likeliest tokens on a GPU, but the model is on the host, or --temperature or "
-                "--verify is given; leave it out"
-            )
+            why = "--verify compares steps that are not compiled" if verify else f"--temperature is {temperature:g}"
+            why = why if model.handle.scheduler.on_gpu else "the model is on the host"
+            raise TrilaneError(f"--compile: is for the likeliest tokens on a GPU, but {why}; leave it out")
         self._decoder = Decoder(model.handle, compile=compile) if has_decoder else None
 
     def run_prompt(self, prompt: str) -> None:

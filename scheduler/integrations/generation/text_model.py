@@ -132,7 +132,7 @@ def open_text_model(
             arguments.setdefault("cache", {})["slots"] = shards
         with _quiet():
             handle = load_gguf(path, store=store, device=device, config=load_config(policy, arguments=arguments))
-        found = gguf_tokenizer(path) if tokenizer is None else AutoTokenizer.from_pretrained(own)
+        found = gguf_tokenizer(path) if tokenizer is None else _read_tokenizer(own)
     else:
         if slots is not None:
             arguments.setdefault("cache", {})["slots"] = _slots_of_checkpoint(path, slots)
@@ -141,7 +141,7 @@ def open_text_model(
                 _folder(path), formats=formats, device=device, config=load_config(policy, arguments=arguments),
                 dtype=torch.float32 if device == "host" or not torch.cuda.is_available() else torch.bfloat16,
             )  # fmt: skip
-        found = AutoTokenizer.from_pretrained(_folder(own))
+        found = _read_tokenizer(_folder(own))
     handle.model.eval()
     return TextModel(name, handle, found)
 
@@ -165,6 +165,24 @@ def set_torch_threads(model: TextModel, wanted: int | None) -> int:
     if wanted is not None or is_small:
         torch.set_num_threads(wanted or 1)
     return torch.get_num_threads()
+
+
+def _read_tokenizer(folder: Path) -> Any:
+    """A tokenizer of transformers.
+
+    Raises
+    ------
+    ModelFileError
+        There is none.
+    """
+    try:
+        return AutoTokenizer.from_pretrained(folder)
+    except (OSError, ValueError, KeyError) as error:
+        reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        raise ModelFileError(
+            f"{folder}: no tokenizer can be read there ({reason[:120]}); give a folder with tokenizer.json by "
+            "--tokenizer"
+        ) from None
 
 
 def _folder(path: Path) -> Path:
