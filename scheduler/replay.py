@@ -231,6 +231,7 @@ class Replay:
             if progress is not None:
                 progress(events)
 
+        self._compile(config, slots, options)
         pool = ThreadPoolExecutor(max_workers=2)
         try:
             found = {key: pool.submit(self._pass, config, slots, one, advance) for key, one in runs.items()}
@@ -269,6 +270,11 @@ class Replay:
         self, config: Config, slots: int, options: Options, progress: Callable[[int], None] | None
     ) -> tuple[NDArray[np.float64], NDArray[np.float64]] | None:
         return self._play(empty_state(config, self.geometry, slots), options, progress)
+
+    def _compile(self, config: Config, slots: int, options: Options) -> None:
+        """Compile what passes run, on this thread: Ctrl-C ends it at once, and not when a pool's threads are done."""
+        run = make_run(self._events, self.geometry, empty_state(config, self.geometry, slots), options)
+        run_events(run, self.rates, 0, 0)
 
     def _play(
         self,
@@ -352,12 +358,12 @@ def make_run(
 def run_events(
     run: ReplayRun, rates: Sequence[Rates], first: int, stop: int, progress: Callable[[int], None] | None = None
 ) -> tuple[int, int]:
-    """Run events ``first`` to ``stop``; see `replay_run.make_loop` for what it returns."""
+    """Run events ``first`` to ``stop``, or only compile what runs them; see `replay_run.make_loop` for the result."""
     held = Stash(run)
     stashes = stash_each(rates)
     addresses = np.array([stash.address for stash in stashes], np.int64)
     loop = make_loop(held.kind, stashes[0].kind)
-    for start in range(first, stop, EVENTS_PER_CALL):
+    for start in range(first, max(stop, first + 1), EVENTS_PER_CALL):
         end = min(stop, start + EVENTS_PER_CALL)
         event, status = loop(held.address, addresses, start, end)
         if status != 0:
