@@ -72,7 +72,8 @@ def _run(file: Path, command: list[str]) -> int:
     except OSError as error:
         raise TraceError(f"{command[0]}: it cannot be run ({error.strerror}); give a program after --") from None
     if not file.exists() or file.stat().st_size == before:
-        typer.echo("trilane: nothing was recorded: the program ran no layer-step of an ExpertScheduler", err=True)
+        ended = f"the program ended with exit code {code} and" if code else "the program"
+        typer.echo(f"trilane: nothing was recorded: {ended} ran no layer-step of an ExpertScheduler", err=True)
         raise typer.Exit(code or 1)
     return code if code >= 0 else 128 - code  # as a shell reports a signal
 
@@ -87,7 +88,7 @@ def _check_target(file: Path) -> None:
     if not folder.is_dir():
         raise TraceError(f"{file}: its folder does not exist; make it, or record to another file")
     if not os.access(file if file.exists() else folder, os.W_OK):
-        raise TraceError(f"{file}: it cannot be written; record to another file")
+        raise TraceError(f"{file}: this user may not write there; change its permissions, or record to another file")
     if file.exists():
         with file.open("rb") as opened:
             head = opened.read(len(MAGIC))
