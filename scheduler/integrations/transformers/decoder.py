@@ -15,7 +15,6 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
-from torch._dynamo.exc import FailOnRecompileLimitHit, TorchDynamoException
 
 from trilane.cuda_threads import WAIT_NAP_S
 from trilane.errors import ArrayError
@@ -26,7 +25,6 @@ from trilane.integrations.transformers.masks import register_device_mask
 ROOM = 256  # a run's capacity is a multiple of it, so that the next one can use the same graph
 ORDINARY_STEPS = 2  # before a capture
 AHEAD = 4  # graphs that are launched at most before the first of them is over
-COMPILE_ERRORS = (TorchDynamoException, FailOnRecompileLimitHit)
 OnToken = Callable[[list[int]], object]
 log = logging.getLogger("trilane")
 
@@ -177,8 +175,8 @@ class Decoder:
         """A step without a graph; the first one is compiled if that is asked for, and goes on without if it fails."""
         try:
             step.advance()
-        except COMPILE_ERRORS as error:
-            if not step.is_compiled:
+        except Exception as error:
+            if not step.is_compiled or not _is_of_compiler(error):
                 raise
             log.warning("decoder: steps are not compiled, since %s", str(error).strip().splitlines()[0])
             self._compiled = None
@@ -302,6 +300,13 @@ class _Watch:
         self._ended = [ended or token in self._ends for ended, token in zip(self._ended, tokens, strict=True)]
         stop = self._on_token is not None and self._on_token(tokens) is True
         return stop or (bool(self._ends) and all(self._ended))
+
+
+def _is_of_compiler(error: Exception) -> bool:
+    """Whether torch's compiler could not do it; asked where it has run, since to load it takes a second."""
+    from torch._dynamo.exc import FailOnRecompileLimitHit, TorchDynamoException
+
+    return isinstance(error, (TorchDynamoException, FailOnRecompileLimitHit))
 
 
 def _wait_until(is_done: Callable[[], bool]) -> None:
