@@ -19,6 +19,7 @@ from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS  # noqa: E402
 from trilane.errors import ArrayError, ClosedError  # noqa: E402
 from trilane.integrations.transformers import Decoder, offload  # noqa: E402
 from trilane.integrations.transformers.decode_step import DecodeStep  # noqa: E402
+from trilane.integrations.transformers.decoder import AHEAD  # noqa: E402
 
 HOST_SIDE = {"phimoe": "makes its rotary frequencies in host memory at each step"}
 NEW = 10
@@ -239,12 +240,29 @@ class PlayedGraph:
         del step.advance
 
 
+class PlayedEvent:
+    """In place of a CUDA event: over as soon as somebody asks; how many were not asked yet, at most."""
+
+    open = most = 0
+
+    def record(self):
+        PlayedEvent.open += 1
+        PlayedEvent.most = max(PlayedEvent.most, PlayedEvent.open)
+
+    def query(self):
+        PlayedEvent.open -= 1
+        return True
+
+
 @pytest.mark.parametrize("fails", [False, True])
 def test_when_a_graph_is_made_and_used_again(decoder_of, monkeypatch, caplog, fails):
     decoder, ids = decoder_of(), token_ids()
     text = greedy(decoder.model, ids, NEW)
     monkeypatch.setattr(torch.cuda, "CUDAGraph", PlayedGraph)
     monkeypatch.setattr(torch.cuda, "graph", PlayedGraph.capture)
+    monkeypatch.setattr(torch.cuda, "Event", PlayedEvent)
+    monkeypatch.setattr(PlayedEvent, "open", 0)
+    monkeypatch.setattr(PlayedEvent, "most", 0)
     monkeypatch.setattr(PlayedGraph, "fails", fails)
     decoder._stream = SimpleNamespace(query=lambda: True)
     step = decoder._prepared(2, ids.shape[1] + NEW, False)
@@ -256,7 +274,7 @@ def test_when_a_graph_is_made_and_used_again(decoder_of, monkeypatch, caplog, fa
         assert decoder.why_not == "Qwen3MoeForCausalLM cannot be captured: operation not permitted"
         assert caplog.text.count("one operation at a time") == 1
     else:
-        assert decoder._graph.replays == (NEW - 1 - 2) + (NEW - 1)
+        assert decoder._graph.replays == (NEW - 1 - 2) + (NEW - 1) > AHEAD == PlayedEvent.most
         decoder.generate(ids[:1], 4)  # other rows: another graph
         assert decoder._step is not step
 

@@ -336,10 +336,11 @@ def run(*args):
     return CliRunner().invoke(app, ["serve", *map(str, args)])
 
 
-def test_a_port_in_use_is_named_before_a_model_is_loaded():
+def test_a_port_in_use_is_named_before_a_model_is_loaded(monkeypatch):
+    monkeypatch.setattr("trilane.integrations.generation.open_text_model", None)  # would fail
     with socket.create_server(("127.0.0.1", 0)) as other:
         port = other.getsockname()[1]
-        error = run("no-such-model.gguf", "--port", port).exception
+        error = run("tiny", "--port", port).exception
     assert isinstance(error, TrilaneError) and f"127.0.0.1:{port}: the port is in use" in str(error)
 
 
