@@ -40,10 +40,10 @@ IN_FLIGHT = (1, 2, 4, 8)
 TOGETHER_EXPERTS = 16
 QUICK_NBYTES = 512 << 20  # of memory that the quick mode works on, at most
 FORMAT_PART = 8  # of what the base format's experts take: memory of each other format's
-PASSES, QUICK_PASSES = 7, 1
-SAMPLES, QUICK_SAMPLES = 11, 11  # of a figure in a pass
+PASSES = 7  # at most; one in the quick mode
+SAMPLES = 11  # of a figure in a pass
 STEP_REPEATS, QUICK_STEP_REPEATS = 9, 4
-FULL_S, QUICK_S = 25.0, 3.2  # no further pass that would end later, the compiler's time not counted
+FULL_S = 25.0  # no further pass that would end later, the compiler's time not counted
 STEP_EXPERTS = 16
 
 
@@ -106,11 +106,6 @@ class Session:
     def base_format(self) -> str:
         """Of experts where one format stands for all."""
         return BASE_FORMAT if BASE_FORMAT in self.formats else self.formats[0]
-
-    @property
-    def num_samples(self) -> int:
-        """Of each figure in a pass."""
-        return QUICK_SAMPLES if self.quick else SAMPLES
 
     def intermediate_of(self, name: str) -> int:
         """Size of a format's experts: in the quick mode those of floats are one shard, of as many bytes as others."""
@@ -192,10 +187,7 @@ def _measure_read(session: Session, previous: dict[int, float] | None) -> dict[i
     counts = sorted({*session.thread_counts, session.budget.num_concurrent})
     if not previous:
         session.experts()  # pages that nobody wrote are all one page
-    found = {
-        rate.num_threads: rate.gb_s
-        for rate in measure_read(counts, arena=session.arena, num_samples=session.num_samples)
-    }
+    found = {rate.num_threads: rate.gb_s for rate in measure_read(counts, arena=session.arena, num_samples=SAMPLES)}
     return {n: max(gb_s, (previous or {}).get(n, 0.0)) for n, gb_s in found.items()}
 
 
@@ -205,7 +197,7 @@ def _read_fields(session: Session, found: dict[int, float]) -> dict[str, Any]:
 
 def _measure_experts(session: Session, previous: dict[LaneKey, LaneTimes] | None) -> dict[LaneKey, LaneTimes]:
     keys, bench = session.lane_bench
-    times = zip(keys, bench.measure(session.num_samples), strict=True)
+    times = zip(keys, bench.measure(SAMPLES), strict=True)
     return {key: found.best((previous or {}).get(key)) for key, found in times}
 
 
@@ -349,7 +341,7 @@ def calibrate(
     Parameters
     ----------
     quick : bool
-        Fewer passes and thread counts: a few seconds instead of half a minute.
+        One pass and fewer thread counts: a few seconds instead of half a minute.
     formats : sequence of str
         Weight formats to measure; all by default.
     budget : CpuBudget, optional
@@ -357,7 +349,8 @@ def calibrate(
     on_progress : callable, optional
         Called with the title of each measurement before it begins, and the part of all that is done.
     most_s : float, optional
-        No further pass that would end later, the compiler's time not counted; 25 by default, 2.8 in the quick mode.
+        No further pass that would end later, the compiler's time not counted; 25 by default. The first is
+        always made, and is the quick mode's only one.
 
     Raises
     ------
@@ -369,11 +362,11 @@ def calibrate(
     seconds = dict.fromkeys((probe.name for probe in PROBES), 0.0)
     with session.stack, compile_timer() as compiling:
         found: dict[str, Any] = {}
-        rounds, usual_s = (QUICK_PASSES, QUICK_S) if quick else (PASSES, FULL_S)
+        rounds = 1 if quick else PASSES
         for index in range(rounds * len(PROBES)):
             done, turn = divmod(index, len(PROBES))
             taken_s = sum(seconds.values()) - compiling()
-            if turn == 0 and done and taken_s * (done + 1) / done > (usual_s if most_s is None else most_s):
+            if turn == 0 and done and taken_s * (done + 1) / done > (FULL_S if most_s is None else most_s):
                 break  # another pass would take too long: a busy machine
             probe = PROBES[turn]
             if on_progress is not None:

@@ -29,7 +29,6 @@ SMALL = 24 << 20  # bytes: a run is quick, and what it measures is the cache, wh
 @pytest.fixture
 def small(monkeypatch) -> None:
     monkeypatch.setattr(calibration, "probe_arena", lambda **_: allocate_arena(SMALL))
-    monkeypatch.setattr(calibration, "QUICK_PASSES", 1)
 
 
 def test_a_calibration_knows_every_lane(small):
@@ -139,7 +138,6 @@ os.sched_setaffinity(0, {{min(os.sched_getaffinity(0))}})
 from trilane import calibrate as c
 from trilane.cpu_kernels.arena import allocate_arena
 c.probe_arena = lambda **_: allocate_arena({SMALL})
-c.QUICK_PASSES = 1
 print(c.calibrate(quick=True, formats=("q8_0",)).profile.to_json())"""
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=240, check=False)
     assert result.returncode == 0, result.stderr
@@ -199,7 +197,6 @@ from trilane import calibrate as c
 from trilane.cli import app
 from trilane.cpu_kernels.arena import allocate_arena
 c.probe_arena = lambda **_: allocate_arena({SMALL})
-c.QUICK_PASSES = 1
 c.calibrate.__kwdefaults__["formats"] = ("q8_0",)
 one = CliRunner().invoke(app, ["probe", "--quick", "--json", "--output", {str(file)!r}])
 assert one.exit_code == 0, one.output

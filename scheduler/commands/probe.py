@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from trilane.calibrate import Calibration
 
 DEVICES = ("auto", "host", "cuda")
-HOST_S, QUICK_HOST_S = 14.0, 1.2  # for the host's passes where a GPU is measured, too
+HOST_S = 14.0  # for the host's passes where a GPU is measured, too
 HOST_PART = 0.6  # of the bar
 
 Report = Callable[[str, float], None]
@@ -93,7 +93,7 @@ def _measure(name: str, names: list[str], quick: bool, report: Report | None) ->
 
     alone = len(names) == 1
     if name == "host":
-        most_s = None if alone else QUICK_HOST_S if quick else HOST_S
+        most_s = None if alone else HOST_S
         return calibrate(quick=quick, on_progress=_part(report, 0.0, 1.0 if alone else HOST_PART), most_s=most_s)
     from trilane.cuda_calibrate import calibrate_gpu
 
