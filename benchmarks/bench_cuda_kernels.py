@@ -149,7 +149,7 @@ class Bench:
             "p": lambda: launches.publish_launch(layer, step),
             "h": lambda: launches.hit_launch(*args, self.progress(0), self.items),
             "z": lambda: self.plan(layer, step, self.address("plans")),
-            "c": lambda: launches.combine_launch(layer, step),
+            "c": lambda: launches.combine_launch(layer, step, self.progress(0), self.progress(1)),
         }
         return [makers[name]() for name in names]
 

@@ -1,7 +1,9 @@
-// combine: the output of a layer-step, once the CPU lane's parts are there. Grid (column chunks, rows), 256 threads.
+// combine: the output of a layer-step, once all parts are there. Grid (column chunks, rows), 256 threads.
 //
-// The first block waits for the host and tells the others: reads of one word of host memory queue up, about a microsecond
-// each. It looks before the plan has ended: what is later counts.
+// It starts before the lists' blocks have ended, and knows by their flags when the parts of its columns are there. The
+// first block waits for the host too and tells the others: reads of one word of host memory queue up, about a microsecond
+// each. What the hits have combined themselves is only waited for. The first block ends last, after the plan's kernel.
+#include "columns.cuh"
 #include "combine.cuh"
 
 // One thread: until the CPU lane's parts are there, or the step has failed.
@@ -19,28 +21,54 @@ DEV void wait_for_processor(const Step& step) {
   __threadfence_system();
 }
 
-extern "C" __global__ void __launch_bounds__(256) combine(const __grid_constant__ Layer layer, const __grid_constant__ Step step) {
+// How many items the plan has, once it is relayed: with misses it will be, and a plan that fails is an empty one.
+DEV int await_plan(const Step& step) {
+  u32 sequence = *(const volatile u32*)&step.state->sequence;
+  uint4 header = load16(step.plan);
+  for (; header.x != sequence; header = load16(step.plan)) rest();
+  return (int)header.y;
+}
+
+// One warp: until the parts of these columns are there, of the hits and of the plan, or the step has failed.
+DEV void wait_for_parts(const Layer& layer, const Step& step, const Progress& hits, const Progress& plan, const uint4& list,
+                        int start, int end) {
+  u32 clock = *(const volatile u32*)&step.state->clock;
+  int planned = list.z ? await_plan(step) : 0, share = columns_of_task(layer);
+  auto failed = [&] { return *(const volatile u32*)&step.state->failed == clock; };
+  for (int task = start / share; task <= (end - 1) / share; task++) {
+    wait_for_blocks(hits.parts + task, (int)list.y, CHUNKS, list.x);
+    wait_for_blocks(plan.parts + task, planned, CHUNKS, clock, failed);
+  }
+}
+
+extern "C" __global__ void __launch_bounds__(256)
+    combine(const __grid_constant__ Layer layer, const __grid_constant__ Step step, const __grid_constant__ Progress hits,
+            const __grid_constant__ Progress plan) {
   let_next_start();  // which waits until this has ended
   __shared__ CombineShared shared;
   __shared__ bool failed;
-  const volatile State& state = *step.state;
-  u32 clock = state.clock, missing = state.missing, epoch = state.epoch;
-  bool first = threadIdx.x + blockIdx.x + blockIdx.y == 0, ends = missing == 0 && combines_at_once(step);
+  uint4 list = load16(step.hits);  // the hits' number, how many they are, how many shards are missing
+  u32 clock = *(const volatile u32*)&step.state->clock;
+  int start = blockIdx.x * DOWN_CHUNK, end = min(start + DOWN_CHUNK, layer.hidden);
+  bool first = blockIdx.x + blockIdx.y == 0, missing = list.z != 0;
   auto wait = [&] {
-    if (first && missing) wait_for_processor(step);
-    wait_for_earlier();
-    if (first) step.state->epoch = epoch + 1;
-    if (ends) return false;
-    if (first && missing) store_release_gpu(&step.state->summable, clock);
+    if (first && missing && threadIdx.x == 0) {
+      wait_for_processor(step);
+      store_release_gpu(&step.state->summable, clock);
+    }
+    if (threadIdx.x < 32) wait_for_parts(layer, step, hits, plan, list, start, end);
     if (threadIdx.x == 0) {
       while (missing && load_acquire_gpu(&step.state->summable) != clock) rest();
-      failed = state.failed == clock;
+      failed = *(const volatile u32*)&step.state->failed == clock;
     }
     __syncthreads();
     return failed;
   };
-  if (ends)
-    wait();
-  else
-    combine_columns<false>(layer, step, blockIdx.y, blockIdx.x * DOWN_CHUNK, layer.hidden, shared, wait);
+  if (!combines_at_once(step, list.z))
+    combine_columns<false>(layer, step, blockIdx.y, start, end, shared, wait);
+  else if (first && threadIdx.x < 32)
+    wait_for_blocks(hits.combined, CHUNKS, 1, list.x);
+  if (!first) return;
+  wait_for_earlier();
+  if (threadIdx.x == 0) step.state->epoch = list.x;
 }

@@ -280,7 +280,7 @@ class CudaDevice:
             launch.publish_launch(layer_words, step),
             launch.hit_launch(where.layout, layer_words, step, progress[0], items),
             launch.plan_launch(where.layout, layer_words, step, progress[1], items, *lists, wait=True),
-            launch.combine_launch(layer_words, step),
+            launch.combine_launch(layer_words, step, *progress),
         ]
         return self.driver.encode(self._kernels[layer], launches)
 

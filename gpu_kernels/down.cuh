@@ -1,5 +1,6 @@
 // Down: a block's share of the columns of a shard's part, from the hidden values that all blocks of the item have made.
 #pragma once
+#include "columns.cuh"
 #include "gate_up.cuh"
 
 constexpr int HIDDEN_ROWS = 4;  // rows of h that a block has at a time
@@ -54,14 +55,6 @@ DEV void multiply_down(const Layer& layer, const Step& step, const Work& work, i
   }
 }
 
-struct Columns { int first, count; };
-
-// A block's share of the columns of a part.
-DEV Columns columns_of(const Layer& layer, int task) {
-  int share = (layer.hidden / 32 + CHUNKS - 1) / CHUNKS * 32, first = min(task * share, layer.hidden);
-  return {first, min(share, layer.hidden - first)};
-}
-
 // Columns whose down rows have come, `i` from the first of the block's share.
 DEV void multiply_columns(const Layer& layer, const Step& step, const Work& work, const ShardPlace& place, const Span& side,
                           const Span& main, int i, int first, int count) {
@@ -73,7 +66,6 @@ DEV void multiply_columns(const Layer& layer, const Step& step, const Work& work
     multiply_down(layer, step, work, place.neurons, down, hidden, first, count, row);
     __syncthreads();
   }
-  fill(work.item, main);
 }
 
 DEV void wait_for_hidden(const ShardPlace& place, const Work& work, const u32* made) {
@@ -94,6 +86,7 @@ DEV void multiply_down_by_tiles(const Layer& layer, const Step& step, const Work
     copies_done<0>();
     wait_for_hidden(place, work, made);
     multiply_columns(layer, step, work, place, side, main, i, first, count);
+    fill(work.item, main);
     __syncthreads();
   }
   fill(work.item, side);

@@ -34,6 +34,12 @@ DEV void up_done(const Progress& progress, const Work& work, int index) {
   if (threadIdx.x == 0) store_release_gpu(progress.hidden + index * CHUNKS + work.task, work.clock);
 }
 
+// A block's share of an item's parts is there.
+DEV void parts_done(const Progress& progress, const Work& work, int index) {
+  __syncthreads();
+  if (threadIdx.x == 0) store_release_gpu(progress.parts + index * CHUNKS + work.task, work.clock);
+}
+
 // A row's records in shared memory, sixteen bytes at a time: int8 records are spread.
 constexpr int ROW_NBYTES = UpFormat::INT8 ? SPREAD_RECORD : 4 * BLOCK;  // of a block
 constexpr int ROW_CHUNKS = (UpFormat::INT8 ? RECORD : 4 * BLOCK) / 16;
@@ -103,7 +109,7 @@ DEV bool run_whole(const Layer& layer, const Step& step, const Progress& progres
   copies_done<0>();
   wait_for_hidden(place, work, progress.hidden + index * CHUNKS);
   multiply_columns(layer, step, work, place, stage.side, stage.main, 0, stage.columns.first, stage.columns.count);
-  fill(work.item, stage.side);
+  parts_done(progress, work, index);
   return true;
 }
 
@@ -114,9 +120,11 @@ DEV void run_by_tiles(const Layer& layer, const Step& step, const Progress& prog
     up_done(progress, work, index);
   }
   multiply_down_by_tiles(layer, step, work, place, progress.hidden + index * CHUNKS, shared, tiles.down);
+  parts_done(progress, work, index);
 }
 
-// Without misses, by the last item's blocks (the first one's, if every id was skipped): their columns of all rows.
+// Without misses, by the last item's blocks (the first one's, if every id was skipped): their columns of all rows. The
+// combine kernel ends when all have said so.
 DEV void run_combine(const Layer& layer, const Step& step, const Progress& progress, int task, int count, u32 clock) {
   __shared__ CombineShared shared;
   Columns columns = columns_of(layer, task);
@@ -127,14 +135,13 @@ DEV void run_combine(const Layer& layer, const Step& step, const Progress& progr
         if (threadIdx.x < 32) wait_for_blocks(progress.parts + task, count, CHUNKS, clock);
         return false;
       });
+  __syncthreads();
+  if (threadIdx.x == 0) store_release_gpu(progress.combined + task, clock);
 }
 
-// An item whose parts are there: without misses the last item's blocks combine.
+// A hit whose parts are there: without misses the last item's blocks combine.
 DEV void end_hit(const Layer& layer, const Step& step, const Progress& progress, const Work& work, int index, int count) {
-  if (!work.fused) return;
-  __syncthreads();
-  if (threadIdx.x == 0) store_release_gpu(progress.parts + index * CHUNKS + work.task, work.clock);
-  if (index == count - 1) run_combine(layer, step, progress, work.task, count, work.clock);
+  if (work.fused && index == count - 1) run_combine(layer, step, progress, work.task, count, work.clock);
 }
 
 template <bool PLAN>
@@ -152,6 +159,8 @@ DEV void run_item(const Layer& layer, const Step& step, const Progress& progress
     send_for_row(layer, step, stage, step.num_rows == 1 ? 0 : __ldcg(step.token_of + work.item.first_position));
     send_for_columns(work.item, stage);
     run_whole(layer, step, progress, work, index, place, stage, [] { return true; });
+    fill(work.item, stage.side);
+    fill(work.item, stage.main);
   } else {
     run_by_tiles(layer, step, progress, work, index, place, shared, tiles);
   }
@@ -166,7 +175,7 @@ DEV int read_item(const Step& step, const WorkList* list, int index, Work& work)
   int i = threadIdx.x;
   if (i < (int)sizeof(Item) / 4) ((u32*)&work.item)[i] = __ldcg((const u32*)((const Item*)(list + 1) + index) + i);
   if (i == 32) count = __ldcg(&list->count);
-  if (i == 64) work.fused = combines_at_once(step);
+  if (i == 64) work.fused = combines_at_once(step, *(const volatile u32*)&step.state->missing);
   __syncthreads();
   return count;
 }
@@ -224,8 +233,8 @@ extern "C" __global__ void __launch_bounds__(256, BLOCKS)
   __syncthreads();
   if (!guesses(step, tiles) || !run_guess(layer, step, progress, work, index, shared)) {
     wait_for_publish(step, mark);
-    let_next_start();
     int count = read_item(step, step.hits, index, work);
+    let_next_start();  // from here on the list may be another step's
     if (index < count)
       run_item<false>(layer, step, progress, work, index, count, shared, tiles);
     else if (index == 0 && work.fused)
@@ -234,15 +243,15 @@ extern "C" __global__ void __launch_bounds__(256, BLOCKS)
   end_after_earlier();
 }
 
-// A plan runs beside the hits, which let it start when publish had done its work.
+// A plan runs beside the hits, which let it start when publish had done its work. Without misses it ends before them.
 extern "C" __global__ void __launch_bounds__(256, BLOCKS)
     experts_plan(const __grid_constant__ Layer layer, const __grid_constant__ Step step,
                  const __grid_constant__ Progress progress, const __grid_constant__ Tiles tiles, const WorkList* list,
                  const Updates* updates, int max_items, int wait) {
-  let_next_start();
   DYNAMIC_SHARED(shared);
   __shared__ Work work;
-  if (*(const volatile u32*)&step.state->missing == 0) return end_after_earlier();
+  if (*(const volatile u32*)&step.state->missing == 0) return;  // before combine starts: the word may be another step's then
+  let_next_start();
   if (blockIdx.x == 0) {
     tend_plan(step, list, updates, max_items, wait);
     return end_after_earlier();

@@ -142,7 +142,7 @@ def plan_launch(
     return _experts_launch("experts_plan", layout, (layer, step, progress), max_items * CHUNKS + 1, more)
 
 
-def combine_launch(layer: Struct, step: Struct) -> Launch:
-    """A block for each chunk of columns of each row."""
+def combine_launch(layer: Struct, step: Struct, hits: Struct, plan: Struct) -> Launch:
+    """A block for each chunk of columns of each row; by the Progress of both lists it knows when parts are there."""
     grid = (down_chunks(int(layer["hidden"])), int(step["num_rows"]))
-    return Launch("combine", grid, COMBINE_THREADS, 0, (layer, step))
+    return Launch("combine", grid, COMBINE_THREADS, 0, (layer, step, hits, plan))

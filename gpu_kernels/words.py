@@ -59,7 +59,7 @@ _STRUCTS: Mapping[str, tuple[tuple[str, str], ...]] = {
         ("u32", "begin"), ("u32", "layer"), ("u32", "num_rows"), ("u32", "top_k"), ("u32", "num_groups"),
         ("u32", "num_missing"), ("u32", "clock"), ("u32[8]", "unused"), ("u32", "end"),
     ),
-    "Progress": (("u32*", "hidden"), ("u32*", "parts")),
+    "Progress": (("u32*", "hidden"), ("u32*", "parts"), ("u32*", "combined")),
     "Tiles": (("int", "whole"), ("int", "up"), ("int", "down")),
     "Prefill": (
         ("u64*", "source"), ("int*", "first"), ("int*", "rows"), ("int*", "order"), ("int*", "batch"),
@@ -186,9 +186,10 @@ def progress_words(address: int, max_items: int) -> NDArray[np.void]:
     words = np.zeros((), TYPES["Progress"])
     words["hidden"] = address
     words["parts"] = address + 4 * max_items * CHUNKS
+    words["combined"] = address + 8 * max_items * CHUNKS
     return words
 
 
 def progress_nbytes(max_items: int) -> int:
-    """Bytes of the flags of a list of up to ``max_items`` items: two for each thread block."""
-    return 8 * max_items * CHUNKS
+    """Bytes of the flags of a list of up to ``max_items`` items: two for each thread block, and one for each column's."""
+    return 4 * (2 * max_items + 1) * CHUNKS

@@ -145,9 +145,11 @@ class LayerOnDevice:
         self.backend.launch(launches.publish_launch(self.layer, step))
         self.backend.launch(self._experts(0))
 
+    def _progress(self, plan):
+        return words.progress_words(self.progress[plan].address, self.max_items)
+
     def _experts(self, plan):
-        progress = words.progress_words(self.progress[plan].address, self.max_items)
-        what = (self.layout, self.layer, self.step, progress, self.max_items)
+        what = (self.layout, self.layer, self.step, self._progress(plan), self.max_items)
         if plan:
             return launches.plan_launch(*what, self.at["plan_list"].address, self.at["updates"].address)
         return launches.hit_launch(*what)
@@ -155,7 +157,7 @@ class LayerOnDevice:
     def finish(self):
         """The plan's part of a step, after `write_plan`."""
         self.backend.launch(self._experts(1))
-        self.backend.launch(launches.combine_launch(self.layer, self.step))
+        self.backend.launch(launches.combine_launch(self.layer, self.step, self._progress(0), self._progress(1)))
 
     def groups(self):
         """(expert, first position, rows) of each group, from the mailbox."""

@@ -22,8 +22,8 @@ extern "C" int run_experts_plan(u32 x, u32 y, u32 threads, const Layer* layer, c
   return shim::launch(x, y, threads, [=] { experts_plan(*layer, *step, *progress, *tiles, list, updates, max_items, wait); });
 }
 
-extern "C" int run_combine(u32 x, u32 y, u32 threads, const Layer* layer, const Step* step) {
-  return shim::launch(x, y, threads, [=] { combine(*layer, *step); });
+extern "C" int run_combine(u32 x, u32 y, u32 threads, const Layer* layer, const Step* step, const Progress* hits, const Progress* plan) {
+  return shim::launch(x, y, threads, [=] { combine(*layer, *step, *hits, *plan); });
 }
 
 extern "C" int run_prefill_rows(u32 x, u32 y, u32 threads, const Layer* layer, const Step* step) {
