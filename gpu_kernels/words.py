@@ -191,5 +191,5 @@ def progress_words(address: int, max_items: int) -> NDArray[np.void]:
 
 
 def progress_nbytes(max_items: int) -> int:
-    """Bytes of the flags of a list of up to ``max_items`` items: two for each thread block, and one for each column's."""
+    """Bytes of the flags of a list of up to ``max_items`` items: two a thread block, and its chunks of columns."""
     return 4 * (2 * max_items + 1) * CHUNKS

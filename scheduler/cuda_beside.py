@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -20,6 +20,7 @@ from trilane.gpu_kernels.driver import Driver
 from trilane.gpu_kernels.gpu_link import GpuLink, LinkReader, while_busy
 from trilane.gpu_kernels.pinned_reader import PieceReading, PinnedReader
 from trilane.plan import make_options
+from trilane.stats import Total
 
 BESIDE_S = 0.04  # of steps beside other lanes
 AHEAD = 2.0  # times as much work as the others do in that time alone
@@ -68,8 +69,32 @@ class PutAhead:
             self.driver.destroy_event(event)
 
 
+class Together(NamedTuple):
+    """The CPU lane's steps beside others.
+
+    Attributes
+    ----------
+    cpu_gb_s : float
+        Of the steps' time, in which the lane also waits for the GPU.
+    busy : float
+        The part of that time in which the lane worked.
+    lost : float
+        The part of its own rate that it lost while it worked.
+    parts_s : list of float
+        Parts a second of each of the others.
+    """
+
+    cpu_gb_s: float
+    busy: float
+    lost: float
+    parts_s: list[float]
+
+
 class Beside:
     """Steps of the CPU lane alone, and beside others.
+
+    The lane's own time counts, from when a job is posted until the last worker is done: around it a step waits for the
+    GPU and for the host, which takes no memory's rate away.
 
     Parameters
     ----------
@@ -85,15 +110,29 @@ class Beside:
         self.runner, self.nbytes = runner, count * nbytes
         self.experts = runner.store.layers[layers[0]].num_experts
         self.probe = StepProbe(runner, layers, count)
+        before = self._count()
         self.alone_us = self.probe.us(self.experts)
+        self.alone_lane_us = self._lane_us(before)
 
     @property
     def alone_gb_s(self) -> float:
-        """The lane's rate with the others idle."""
+        """The rate of steps with the others idle."""
         return 1e-3 * self.nbytes / self.alone_us
 
-    def run(self, *others: PutAhead) -> tuple[float, list[float], float]:
-        """GB/s of the lane, parts a second of each of the others, and the part of its rate that the lane lost."""
+    def _count(self) -> tuple[float, float]:
+        """us of the lane, and steps that had misses, so far."""
+        with self.runner.threads.holding():
+            totals = self.runner.totals
+        return float(totals[Total.CPU_US]), float(totals[Total.MISS_STEPS])
+
+    def _lane_us(self, before: tuple[float, float]) -> float:
+        """us of the lane in a step since then."""
+        us, steps = (now - then for now, then in zip(self._count(), before, strict=True))
+        return us / max(1.0, steps)
+
+    def run(self, *others: PutAhead) -> Together:
+        """Run steps beside the others for a while."""
+        counted = self._count()
         steps, begin, before = 0, time.perf_counter(), [other.done() for other in others]
         while time.perf_counter() - begin < BESIDE_S or steps == 0:
             self.probe.route(self.experts)
@@ -103,8 +142,9 @@ class Beside:
                 break
         done = [other.done() - then for other, then in zip(others, before, strict=True)]
         seconds = time.perf_counter() - begin
-        lost = _part(1 - self.alone_us * steps / (1e6 * seconds))
-        return 1e-9 * steps * self.nbytes / seconds, [count / seconds for count in done], lost
+        lane_us = self._lane_us(counted)
+        lost, busy = _part(1 - self.alone_lane_us / lane_us), min(1.0, lane_us * steps / (1e6 * seconds))
+        return Together(1e-9 * steps * self.nbytes / seconds, busy, lost, [count / seconds for count in done])
 
     def close(self) -> None:
         self.probe.close()
@@ -134,9 +174,11 @@ def measure_beside(
         return {}
     alone = copies.rate(copies.most)
     with _cpu_steps(runner, layers, count, nbytes) as steps, contextlib.closing(_copies_ahead(copies, alone)) as ahead:
-        cpu, (parts,), lost = steps.run(ahead)
-    copied = 1e-9 * COPIES * copies.most * parts
-    return {"both_gb_s": copied + cpu, "link_slowdown": _part(1 - copied / alone), "cpu_slowdown": lost}
+        found = steps.run(ahead)
+    copied = 1e-9 * COPIES * copies.most * found.parts_s[0]
+    beside = max(0.0, copied - alone * (1 - found.busy)) / found.busy  # while the lane worked; else they ran alone
+    both = beside + found.cpu_gb_s / found.busy
+    return {"both_gb_s": both, "link_slowdown": _part(1 - beside / alone), "cpu_slowdown": found.lost}
 
 
 def measure_together(
@@ -153,9 +195,11 @@ def measure_together(
             contextlib.closing(PutAhead(runner.driver, reader.stream, reading.start, us)) as reads,
         ):
             alone["cpu"] = steps.alone_gb_s
-            cpu, (copied, read), _ = steps.run(copying, reads)
+            found = steps.run(copying, reads)
+    copied, read = found.parts_s
     together = {
-        "stream": 1e-9 * COPIES * copies.most * copied, "zero_copy": 1e-9 * reading.nbytes * read, "cpu": cpu,
+        "stream": 1e-9 * COPIES * copies.most * copied, "zero_copy": 1e-9 * reading.nbytes * read,
+        "cpu": found.cpu_gb_s,
     }  # fmt: skip
     return {"alone_gb_s": alone, "together_gb_s": together}
 
