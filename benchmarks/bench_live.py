@@ -96,7 +96,7 @@ def policies(fraction):
     plain = {"fraction": fraction, "eviction": "lru", "prediction": 0.0}
     return {
         "default": Config(cache={"fraction": fraction}),
-        "plain": Config(cache=plain, policy={"admit": "always"}),
+        "plain": Config(cache=plain, policy={"admit": "always", "background": False}),
     }
 
 

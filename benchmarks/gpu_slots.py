@@ -7,7 +7,7 @@ import time
 import numpy as np
 
 from trilane.cuda_words import Control, Stage
-from trilane.policy import empty_state, policy_options
+from trilane.policy import empty_state, gpu_options
 
 NAP_S = 50e-6
 
@@ -94,4 +94,4 @@ def use_policy(runner, config):
         state.clock[...] = runner.state.clock
         runner._held.seen[:] = runner._counted[0]  # what was stamped up to now is another policy's
         runner.config, runner.state, runner._held = config, state, runner._held._replace(state=state)
-    runner.use_options(policy_options(config)._replace(background=False))
+    runner.use_options(gpu_options(config))

@@ -131,7 +131,7 @@ DEV void write_hit(const Layer& layer, const Step& step, int index, int slot, in
 }
 
 // Every shard of every group: a hit becomes an item, a miss a bit. The number of missing shards.
-DEV int look_up(const Layer& layer, const Step& step, const Grouping& g, int num_groups, u32 clock, u32 mark, int lane) {
+DEV int look_up(const Layer& layer, const Step& step, const Grouping& g, int num_groups, u32 mark, int lane) {
   int total = num_groups * layer.num_shards, hits = 0;
   for (int base = 0; base < total; base += 32) {
     int at = base + lane, group = at / layer.num_shards, shard = at - group * layer.num_shards;
@@ -146,12 +146,32 @@ DEV int look_up(const Layer& layer, const Step& step, const Grouping& g, int num
       else
         atomicOr(&g.missing[group], 1ull << shard);
       for (int row = first; row < first + rows; row++) step.lane[row * layer.num_shards + shard] = slot >= 0;
-      if (shard == 0 && layer.stamps) layer.stamps[expert] = clock;
     }
     hits += __popc(found);
   }
   if (lane == 0) step.state->routed += (u64)total;
   return total - hits;
+}
+
+// ---------------------------------------------------------------------------------------- what was used
+DEV void stamp(const Layer& layer, const Grouping& g, int num_groups, u32 clock, int lane) {
+  if (layer.stamps)
+    for (int i = lane; i < num_groups; i += 32) layer.stamps[g.expert[i]] = clock;
+}
+
+// What a single row's step without misses used, for a host that is not asked: four times sixteen bytes, each with the
+// clock, in one store; layer and number of experts, then their ids in pairs.
+DEV void tell_use(const Layer& layer, const Step& step, const Grouping& g, int num_groups, u32 clock, int lane) {
+  if (!step.uses || num_groups > USE_IDS || lane >= 4) return;
+  u32 words[3];
+#pragma unroll
+  for (int i = 0; i < 3; i++) {
+    int pair = 3 * lane + i - 1, first = 2 * pair, second = 2 * pair + 1;
+    u32 low = pair >= 0 && first < num_groups ? (u32)g.expert[first] : 0;
+    u32 high = pair >= 0 && second < num_groups ? (u32)g.expert[second] : 0;
+    words[i] = pair < 0 ? (u32)layer.layer | (u32)num_groups << 16 : low | high << 16;
+  }
+  store16(step.uses + (i64)(clock % NUM_USES) * (USE_WORDS / 4) + lane, make_uint4(clock, words[0], words[1], words[2]));
 }
 
 // --------------------------------------------------------------------------------------------- mailbox
@@ -259,20 +279,21 @@ extern "C" __global__ void __launch_bounds__(512) publish(const __grid_constant_
   __syncthreads();
   if (sees_pending && threadIdx.x == blockDim.x - 1) pending = load_acquire_system(&step.pending->sequence);
   if (sees_pending && threadIdx.x == blockDim.x - 33) applied = step.state->applied;
-  bool few = step.num_rows * step.top_k <= FEW;
+  bool few = step.num_rows * step.top_k <= FEW, tells = few && gridDim.x == 1;
   if (first && warp == 0) {
     int groups, misses;
     if (few) {
       Few routed = place_few(layer, step, g, clock, lane);
-      groups = routed.num_groups, misses = look_up(layer, step, g, groups, clock, mark, lane);
+      groups = routed.num_groups, misses = look_up(layer, step, g, groups, mark, lane);
       __syncwarp();
       if (misses) write_few_mail(layer, step, g, routed, misses, clock, lane);
     } else {
       count_rows(layer, step, g, clock, lane);
       groups = list_groups(layer, step, g, lane);
       place_entries(layer, step, g, clock, lane);
-      misses = look_up(layer, step, g, groups, clock, mark, lane);
+      misses = look_up(layer, step, g, groups, mark, lane);
     }
+    if (!tells) stamp(layer, g, groups, clock, lane);
     if (lane == 0) num_groups = groups, missing = misses;
   } else {
     int helpers = first ? num_warps - 1 : num_warps, nb = (layer.hidden + BLOCK - 1) / BLOCK;
@@ -289,7 +310,12 @@ extern "C" __global__ void __launch_bounds__(512) publish(const __grid_constant_
   if (gridDim.x > 1 && !arrives_last(step, arrived)) return;
   if (gridDim.x == 1 ? missing : *(volatile int*)&step.state->missing) close_mail(layer, step);
   __syncthreads();
-  if (threadIdx.x != 0) return;
-  step.state->clock = clock;
-  release_hits(layer, step, mark);
+  if (threadIdx.x == 0) {
+    step.state->clock = clock;
+    release_hits(layer, step, mark);
+  }
+  if (!tells || warp > 0) return;
+  __syncwarp();  // nothing on its way to the host may hold the release up
+  stamp(layer, g, num_groups, clock, lane);
+  if (missing == 0) tell_use(layer, step, g, num_groups, clock, lane);
 }

@@ -21,6 +21,9 @@ UP_CHUNK = 16  # neurons of a shard whose gate and up rows one thread block mult
 DOWN_CHUNK = 128  # output columns that are combined at a time
 CHUNKS = BLOCK // UP_CHUNK  # thread blocks of an item
 ROW_TILE = 16  # rows of an expert that one load of weights is multiplied with in prefill
+NUM_USES = 64  # steps without misses of which the host can still learn what they used
+USE_WORDS = 16  # of one of them
+USE_IDS = 22  # experts that it names at most
 FUSED_ROWS = 4  # without misses, up to so many rows are combined by the kernel that made the last part
 RECORD_NBYTES = 320
 SPREAD_RECORD_NBYTES = 352  # in shared memory
@@ -75,7 +78,7 @@ _STRUCTS: Mapping[str, tuple[tuple[str, str], ...]] = {
         ("State*", "state"), ("int*", "table"), ("const Updates*", "pending"), ("u32*", "acknowledged"),
         ("Mailbox*", "mail"), ("int*", "mail_groups"), ("u64*", "mail_missing"), ("int*", "mail_tokens"),
         ("float*", "mail_weights"), ("u8*", "mail_records"), ("float*", "mail_floats"), ("int*", "mail_bad"),
-        ("uint4*", "brief"),
+        ("uint4*", "brief"), ("uint4*", "uses"),
         ("const u32*", "cpu_flag"), ("const u32*", "abort"), ("u32*", "error"), ("int", "x_element"),
         ("int", "id_nbytes"), ("int", "out_element"), ("int", "num_rows"), ("int", "top_k"), ("int", "unused"),
     ),
@@ -101,6 +104,7 @@ def _make_types() -> Mapping[str, np.dtype[Any]]:
 TYPES: Mapping[str, np.dtype[Any]] = _make_types()
 ITEM_NBYTES, UPDATE_NBYTES = TYPES["Item"].itemsize, TYPES["Update"].itemsize
 HEADER_NBYTES = TYPES["WorkList"].itemsize
+USES_NBYTES = 4 * USE_WORDS * NUM_USES
 BRIEF_NBYTES = 16 * (1 + 32)  # of a single row: a header, and sixteen bytes for each expert
 
 
@@ -112,7 +116,7 @@ def _c_field(declared: str, name: str) -> str:
 def c_header() -> str:
     """The text of ``words.cuh``: the structs, their sizes as checks, and the constants that both sides use."""
     lines = ["#pragma once"]
-    for name in ("UP_CHUNK", "CHUNKS", "DOWN_CHUNK", "ROW_TILE", "FUSED_ROWS"):
+    for name in ("UP_CHUNK", "CHUNKS", "DOWN_CHUNK", "ROW_TILE", "FUSED_ROWS", "NUM_USES", "USE_WORDS", "USE_IDS"):
         lines.append(f"constexpr int {name} = {globals()[name]};")
     lines.append("enum ErrorWord { " + ", ".join(f"ERROR_{name.upper()}" for name in ERRORS) + " };")
     for name, fields in _STRUCTS.items():

@@ -121,8 +121,7 @@ class Beside:
 
     def _count(self) -> tuple[float, float]:
         """us of the lane, and steps that had misses, so far."""
-        with self.runner.threads.holding():
-            totals = self.runner.totals
+        totals = self.runner.answered_totals()
         return float(totals[Total.CPU_US]), float(totals[Total.MISS_STEPS])
 
     def _lane_us(self, before: tuple[float, float]) -> float:

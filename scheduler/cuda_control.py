@@ -2,7 +2,8 @@
 
 It looks at the mailbox, plans, releases the plan to the GPU, starts the CPU lane, posts the copies, and releases
 the CPU lane's parts; it never calls the driver. Then it counts what happened. Between two misses it moves background
-fills on. The watchdog, a second thread, ends waits of the GPU that nobody answers. What a plan is, the planner decides.
+fills on, and learns from the steps that asked nobody. The watchdog, a second thread, ends waits of the GPU that nobody
+answers. What a plan is, the planner decides.
 """
 
 from __future__ import annotations
@@ -19,15 +20,15 @@ from trilane.cpu_kernels.host_workspace import Part
 from trilane.cpu_kernels.jobs import ENDED, TIMED_OUT, job_error, post_job, wait_job
 from trilane.cpu_kernels.words import TeamJob, copy_bytes, word
 from trilane.cuda_copier import await_issue, post_copies, thaw, watch_landing
-from trilane.cuda_fills import tend_fills
-from trilane.cuda_mail import await_rows, take_mail
+from trilane.cuda_fills import begin_background, tend_fills
+from trilane.cuda_mail import await_rows, take_mail, take_use
 from trilane.cuda_plan import NUM_COPIES, NUM_CPU, lay_out_cpu, lay_out_plan, release_plan
 from trilane.cuda_words import END, Control, Failure, Fault, Marks, Place, control_word, fail, u32_at
 from trilane.eviction import settle_expert, touch_expert
 from trilane.host_step import cut_tasks, point_rows
 from trilane.jit import compiled, native
 from trilane.journal import write_plan
-from trilane.planner import learn_step, plan_layer
+from trilane.planner import learn_step, note_step, plan_layer
 from trilane.stash import on_stashes
 from trilane.state import LRU
 
@@ -35,6 +36,7 @@ TEAM_SLICE_NS = 5_000_000
 WATCH_NS = 5_000_000
 PAUSES = 4  # between two looks while hot
 STAMPS_AT_ONCE = 128  # eight lines of memory that the GPU writes
+LONGEST_IDLE_NS, NEVER_US = 1_000_000, 1e12
 
 
 # ----------------------------------------------------------------------------------------- one step's answer
@@ -43,6 +45,7 @@ def answer_mail(run, rates):
     """Everything that the GPU waits for in the step whose mailbox was taken, then the bookkeeping."""
     begin = mono_ns()
     wire, g = run.wire, run.grouping
+    _note_idle(wire.control, begin)
     layer, clock = wire.control[Control.TAKEN_LAYER], wire.control[Control.CLOCK]
     num_experts = wire.control[Control.NUM_GROUPS]
     plan_layer(run.state, run.geometry, rates, run.options, layer, g.experts, g.rows, num_experts, clock, run.work)
@@ -71,6 +74,45 @@ def answer_mail(run, rates):
     for i in range(num_experts):
         run.seen[first + g.experts[i]] = clock
     count_hits(wire, run.seen, run.state, run.geometry, clock)
+    wire.control[Control.USED] = clock
+    wire.control[Control.FILL_NS] = _fill_ns(rates, run.geometry.shard_nbytes[layer, 0])
+    begin_background(run)
+    wire.control[Control.DONE_NS] = mono_ns()
+
+
+@compiled(counted=False)
+def _note_idle(control, begin):
+    """For how long there was nothing to answer, averaged; a pause of the program counts as a short one."""
+    if control[Control.DONE_NS] != 0:
+        idle = min(begin - control[Control.DONE_NS], LONGEST_IDLE_NS)
+        control[Control.IDLE_NS] += (idle - control[Control.IDLE_NS]) // 16
+
+
+@compiled(counted=False)
+def _fill_ns(rates, nbytes):
+    us = rates.run_fix_us + nbytes * rates.stream_us_per_byte
+    return np.int64(1e3 * min(us, NEVER_US))
+
+
+@compiled(counted=False)
+def learn_use(run):
+    """Learn from a step without misses, of which the GPU has told what it used; True if there was one."""
+    wire, g = run.wire, run.grouping
+    if wire.control[Control.FAILURE] != Failure.NONE:
+        return False
+    layer = take_use(wire, g, run.geometry.num_layers)
+    if layer < 0:
+        return False
+    clock, num = wire.control[Control.USED], wire.control[Control.NUM_GROUPS]
+    first, end = run.geometry.first_expert[layer], run.geometry.first_expert[layer + 1]
+    for i in range(num):
+        if first + g.experts[i] >= end:
+            return False
+    for i in range(num):
+        run.seen[first + g.experts[i]] = clock
+    note_step(run.state, run.geometry, run.options, layer, g.experts, num, clock)
+    begin_background(run)
+    return True
 
 
 @compiled(counted=False)
@@ -174,9 +216,10 @@ def look(run):
 @functools.cache
 def control_task(run_kind: Any, rates_kind: Any) -> Any:
     """The control thread's task for stashes of these types; its block: Block words."""
-    take, tend, watch, warm, answer = (
+    take, tend, learn, watch, warm, answer = (
         on_stashes(look, run_kind),
         on_stashes(tend_fills, run_kind),
+        on_stashes(learn_use, run_kind),
         on_stashes(watch_landing, run_kind),
         on_stashes(thaw, run_kind),
         on_stashes(answer_mail, run_kind, rates_kind),
@@ -202,7 +245,7 @@ def control_task(run_kind: Any, rates_kind: Any) -> Any:
                     last = mono_ns()
                 elif tend(run):
                     last = mono_ns()
-                else:
+                elif not learn(run):  # which keeps nobody awake: what was used can wait
                     if control_word(words, Control.COPIES) != 0:
                         watch(run)
                     _rest(words, mono_ns() - last)

@@ -7,6 +7,10 @@ the look-ups of that step, and acknowledges it. So a fill goes through stages, e
 2. SETTLING: an empty list is acknowledged by a later step, so that step is over.
 3. COPYING: one shard after the other, so that a demand waits for one at most.
 4. VALIDATING: the new entries are acknowledged. Only now may the planner hit or evict them.
+
+That takes four steps and more, so what is filled is what the layers after these will likely need
+(`policy.gpu_options`). How much of it depends on the time in which the link has nothing else to do: between the end of
+an answer and the next mailbox, averaged.
 """
 
 from __future__ import annotations
@@ -17,22 +21,59 @@ from trilane.cpu_kernels import layout
 from trilane.cuda_copier import copy_by_segment, post_fill
 from trilane.cuda_plan import add_update, release_list
 from trilane.cuda_words import Control, Failure, Fills, Place, Stage, u32_at
-from trilane.expert import expert_of
+from trilane.expert import decision, expert_of
 from trilane.host_step import source_address
 from trilane.jit import compiled
-from trilane.planner import plan_fills
+from trilane.planner import plan_background, plan_fills
 from trilane.residency import drop_fill, land_fill
 from trilane.stats import Total
+
+MOST_AT_ONCE = 8
+
+
+@compiled(counted=False)
+def _may_begin(wire):
+    """Whether no fill is under way, and slots may change hands."""
+    control = wire.control
+    if control[Control.FILL_STAGE] != Stage.IDLE or control[Control.FAILURE] != Failure.NONE:
+        return False
+    return control[Control.FROZEN] == 0 and u32_at(wire.places[Place.ACKNOWLEDGED]) == control[Control.PENDING]
 
 
 @compiled(counted=False)
 def begin_fills(run):
     """Reserve slots for the hinted experts and post their victims; how many fills are on their way."""
     control = run.wire.control
-    if control[Control.FILL_STAGE] != Stage.IDLE or control[Control.FAILURE] != Failure.NONE or control[Control.FROZEN]:
+    if not _may_begin(run.wire):
         return 0
     layer, num_hints, clock = control[Control.HINT_LAYER], control[Control.NUM_HINTS], run.state.clock[0]
     num = plan_fills(run.state, run.geometry, run.options, layer, run.hints, num_hints, clock, run.fills)
+    return _post_victims(run, num)
+
+
+@compiled(counted=False)
+def begin_background(run):
+    """The same for what the policy itself wants in slots, as far as the link is idle for long enough."""
+    control = run.wire.control
+    if not run.options.background or not _may_begin(run.wire):
+        return 0
+    most = fills_at_once(control[Control.IDLE_NS], control[Control.FILL_NS])
+    if most == 0:
+        return 0
+    return _post_victims(run, plan_background(run.state, run.geometry, run.options, most, run.fills))
+
+
+@decision
+def fills_at_once(idle_ns, fill_ns):
+    """Fills to begin together, by how long the link is idle between two steps with misses and what the copy of a shard
+    takes: as many as fit, none if not even one does."""
+    return min(MOST_AT_ONCE, idle_ns // max(1, fill_ns))
+
+
+@compiled(counted=False)
+def _post_victims(run, num):
+    """Post the victims of the fills that were planned; how many are on their way."""
+    control = run.wire.control
     fills = Fills(run.fills.fill_shard, run.fills.fill_slot, run.fills.fill_victim)
     kept = victims = 0
     for k in range(num):
@@ -80,6 +121,17 @@ def _post(wire, count, stage):
     wire.control[Control.PENDING] = (wire.control[Control.PENDING] + 1) & 0xFFFFFFFF
     release_list(wire.places[Place.PENDING], count, wire.control[Control.PENDING])
     wire.control[Control.FILL_STAGE] = stage
+
+
+@compiled(counted=False)
+def forget_fills(wire):
+    """Between steps: give up what is under way; nothing of it may be applied any more. False while a copy is."""
+    stage, begun = wire.control[Control.FILL_STAGE], wire.control[Control.FILL_COUNT]
+    if stage == Stage.COPYING and u32_at(wire.places[Place.FILL_FLAG]) != begun & 0xFFFFFFFF:
+        return False
+    if stage != Stage.IDLE:
+        _post(wire, 0, Stage.IDLE)
+    return True
 
 
 @compiled(counted=False)

@@ -17,9 +17,12 @@ from trilane.cuda_words import (
     control_word,
     u32_at,
 )
+from trilane.gpu_kernels.words import NUM_USES, USE_IDS, USE_WORDS
 from trilane.jit import compiled
 
 LOW = 0xFFFFFFFF
+USE_NBYTES = 4 * USE_WORDS
+LATER = 1 << 31
 
 
 @compiled(counted=False)
@@ -84,6 +87,36 @@ def _take_whole(wire, grouping, num_layers):
     if u32_at(mail + BEGIN) != sequence:
         return -1
     _begin_step(wire, sequence, num_groups, num_rows, clock)
+    return layer
+
+
+@compiled(counted=False)
+def take_use(wire, grouping, num_layers):
+    """The experts that the next step without misses used, into the grouping; its layer, -1 where none is told.
+
+    Four times sixteen bytes, each with the step's clock. If later steps have taken the place, the first that is left
+    comes next: what lies between is not known.
+    """
+    clock = wire.control[Control.USED] + 1
+    use = wire.places[Place.USES] + USE_NBYTES * (clock % NUM_USES)
+    later = (load_at(use) - clock) & LOW
+    if later != 0:
+        if later < LATER and later % NUM_USES == 0:
+            wire.control[Control.USED] = clock + later - 1
+        return -1
+    first = load_at(use)
+    layer, num = _high(first) & 0xFFFF, _high(first) >> 16
+    if layer >= num_layers or num > min(USE_IDS, grouping.experts.size):
+        return -1
+    for i in range(num):
+        at = use + 4 * (2 + i // 2 + (i // 2 + 1) // 3)  # pairs of ids, after a clock every sixteen bytes
+        grouping.experts[i] = (load_i32(at) >> 16 * (i % 2)) & 0xFFFF
+        grouping.rows[i] = 1
+    fence()
+    for k in range(4):
+        if u32_at(use + 16 * k) != clock & LOW:
+            return -1
+    wire.control[Control.USED], wire.control[Control.NUM_GROUPS] = clock, num
     return layer
 
 

@@ -22,12 +22,12 @@ from trilane.cpu_kernels.host_workspace import Part, StepShape, make_workspace
 from trilane.cpu_kernels.team import TeamError
 from trilane.cuda_copier import frozen_options
 from trilane.cuda_errors import device_errors, step_error
-from trilane.cuda_fills import begin_fills, copy_listed
+from trilane.cuda_fills import begin_fills, copy_listed, forget_fills
 from trilane.cuda_launches import StepLaunches
 from trilane.cuda_places import make_places
 from trilane.cuda_prefill import CudaPrefill
 from trilane.cuda_threads import WAIT_NAP_S, CudaThreads
-from trilane.cuda_words import Control, CudaStep, Fault, Stage, Wire
+from trilane.cuda_words import Control, CudaStep, Fault, Wire
 from trilane.errors import DeviceError, TrilaneError
 from trilane.expert import HIT, Outcome, Plan
 from trilane.gpu_kernels.cuda_device import CudaDevice, DeviceLayer, DeviceShape
@@ -38,7 +38,7 @@ from trilane.host_runner import StepInput, available_isa
 from trilane.host_tables import make_tables, store_geometry
 from trilane.journal import StoryEntry, expert_story, last_plan, make_journal
 from trilane.plan import Options, make_work
-from trilane.policy import empty_state, num_slots, policy_options
+from trilane.policy import empty_state, gpu_options, num_slots
 from trilane.prefill_batches import routed_experts
 from trilane.recorder import Recorder
 from trilane.routing import make_grouping
@@ -54,6 +54,7 @@ log = logging.getLogger("trilane")
 
 PARTS_NBYTES = 32 << 20  # of shard parts in device memory, and as much in host memory; larger batches go in parts
 MAX_ROWS = 512
+LANDING_S = 10.0  # a copy that takes longer never lands
 
 
 class _CpuSide:
@@ -89,7 +90,7 @@ class CudaRunner:
         self.threads = CudaThreads(config)
         self.launches = StepLaunches(self.device)
         self.tables = make_tables(store, _CpuSide(self.num_threads), isa)
-        self.options = policy_options(config)._replace(background=False)  # no fill of its own would be in time
+        self.options = gpu_options(config)
         self._work, self._fill_work = make_work(self.geometry), make_work(self.geometry)
         self._make_scratch()
         self._counted = np.zeros(2, np.int64)
@@ -302,16 +303,29 @@ class CudaRunner:
         totals[Total.STEPS] = max(totals[Total.STEPS], float(steps))
         return totals
 
+    def answered_totals(self) -> np.ndarray:
+        """What was done in steps with misses so far, without asking the GPU, whose copies may be queued up."""
+        with self.threads.holding():
+            return self._totals.copy()
+
     def reset(self) -> None:
         """Empty slots, no history, counters at 0; no step may be under way."""
         self.wait_for(self.device.work_stream)
         with self.threads.holding():
-            if self.threads.control[Control.FILL_STAGE] != Stage.IDLE:
-                raise DeviceError("reset: background fills are under way; run steps until they have landed")
+            self._end_fills()
             self.device.empty_table()
             self._take_state(self._empty_state())
             self._totals[:] = 0.0
             self._counted = self._device_counts()
+
+    def _end_fills(self) -> None:
+        """Give up background fills, once a copy that is under way has landed; the control thread is held."""
+        deadline = time.monotonic() + LANDING_S
+        while not forget_fills(self._held.wire):
+            self.threads.check()
+            if time.monotonic() > deadline:
+                raise DeviceError(f"reset: a background copy has not landed for {LANDING_S:g} s; make a new scheduler")
+            time.sleep(WAIT_NAP_S)
 
     def _empty_state(self) -> State:
         return empty_state(self.config, self.geometry, self.device.num_slots)

@@ -104,7 +104,8 @@ class LayerSteps:
 
     def __init__(self, scheduler: ExpertScheduler) -> None:
         self.scheduler, self.runner, self.store = scheduler, scheduler._runner, scheduler.store
-        self.own_options = self.runner.options
+        self.own_options = self.runner.options._replace(background=False)  # what is resident is decided here
+        self.runner.use_options(self.own_options)
         self.rng = np.random.default_rng(SEED)
         self.x = self.rng.standard_normal(self.store.hidden).astype(np.float32)
         self._graphs: dict[int, TokenGraphs] = {}

@@ -59,7 +59,8 @@ class Place(IntEnum):
     CONTROL = 29  # words by Control
     RESCUE = 30  # mapped: the sequence of a step whose copies will not come in time
     BRIEF = 31  # mapped: a single row's missing shards, before its mailbox is closed
-    SIZE = 32
+    USES = 32  # mapped: what the last steps without misses used
+    SIZE = 33
 
 
 class Control(IntEnum):
@@ -92,6 +93,10 @@ class Control(IntEnum):
     RESCUES = 24  # thread: steps whose copies the driver did not take in time
     READABLE = 25  # thread: whether kernels can read all that is to be copied
     NUM_GROUPS = 26  # thread: experts of the mailbox in hand
+    USED = 28  # thread: clock of the last step of which it has learned
+    DONE_NS = 29  # thread: when it had answered and learned last
+    IDLE_NS = 30  # thread: from then to the next mailbox, averaged
+    FILL_NS = 31  # thread: what the copy of a shard takes
     DUE_NS = 27  # thread: when the copies of the last list have landed at the latest, if they get on at all
     # Copies, which a thread of their own hands to the driver; its words are behind those of the control thread.
     POSTED = 32  # thread: how often there was something new; the copier sleeps on it

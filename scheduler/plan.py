@@ -48,9 +48,12 @@ class Options(NamedTuple):
     by_ratio : bool
         Split by the rates' ratio alone, as a fixed rule does (`split.ratio_split`); for comparisons.
     background : bool
-        Whether idle link time fills slots with what was missed of late.
+        Whether idle link time fills slots with what is to come and what was missed of late.
     counts_copies : bool
         Whether the split expects as many copies as plans needed of late (`State.scatter`).
+    coming_from, coming_layers : int
+        How many layers after a step the first is that background fills begun after it can serve, and for how many
+        layers they are looked for.
     """
 
     lanes: int
@@ -61,6 +64,8 @@ class Options(NamedTuple):
     by_ratio: bool
     background: bool
     counts_copies: bool
+    coming_from: int
+    coming_layers: int
 
 
 def make_options(
@@ -74,6 +79,8 @@ def make_options(
     split: str = "makespan",
     background: bool = False,
     counts_copies: bool = True,
+    coming_from: int = 1,
+    coming_layers: int = 1,
 ) -> Options:
     """Options from names: ``force`` sends every miss to one lane, ``admit`` is "always" or "score".
 
@@ -97,6 +104,8 @@ def make_options(
         by_ratio=split == "ratio",
         background=bool(background),
         counts_copies=bool(counts_copies),
+        coming_from=int(coming_from),
+        coming_layers=int(coming_layers),
     )
 
 

@@ -2,9 +2,9 @@
 
 `plan_layer` looks the routed experts up, has the missing shards split over the lanes (`split`), takes slots for
 what may stay, and writes the plan into `plan.Work`. `learn_step` comes after it, while the lanes run. `plan_wave`
-plans what found no slot; `plan_fills` reserves slots for hinted experts, `plan_background` for what was missed of
-late; `abandon_step` undoes a step that failed. All run compiled or as plain Python with the
-same results, and time is passed in.
+plans what found no slot; `note_step` takes in a step of hits that asked nobody. `plan_fills` reserves slots for hinted
+experts, `plan_background` for what is to come or was missed of late; `abandon_step` undoes a step that failed. All run
+compiled or as plain Python with the same results, and time is passed in.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from trilane.eviction import (
     remove_expert,
     score_if_used,
     settle_step,
+    touch_expert,
 )
 from trilane.expert import CPU, HIT, STREAM, ZERO_COPY, decision, first_shard_of
 from trilane.link_order import Step, find_missing, sum_sizes
@@ -196,12 +197,21 @@ def learn_step(state, geometry, options, layer, experts, num_experts):
     settle_step(state, geometry)
     if options.background:
         if state.past.shape[2] > 0:
-            list_coming(state, geometry, layer)
+            list_coming(state, geometry, options, layer)
             want_foretold(state, geometry, layer)
         for i in range(num_experts):
             expert = geometry.first_expert[layer] + experts[i]
             if state.resident[expert] < geometry.num_shards[layer]:
                 want_expert(state, expert)
+
+
+@decision
+def note_step(state, geometry, options, layer, experts, num_experts, clock):
+    """Take in a step that nobody planned, since all it used was in slots: count the uses, and learn from it."""
+    release_step(state, geometry)
+    for i in range(num_experts):
+        touch_expert(state, geometry, geometry.first_expert[layer] + experts[i], clock)
+    learn_step(state, geometry, options, layer, experts, num_experts)
 
 
 @decision

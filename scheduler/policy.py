@@ -7,6 +7,8 @@ from trilane.expert import Geometry
 from trilane.plan import Options, make_options
 from trilane.state import State, make_state
 
+GPU_COMING_FROM, GPU_COMING_LAYERS = 4, 8  # layers after a step that fills begun after it serve: the first, how many
+
 
 def policy_options(config: Config) -> Options:
     """What plans may do."""
@@ -19,6 +21,11 @@ def policy_options(config: Config) -> Options:
         split=policy.split,
         background=policy.background and policy.fills and policy.force is None,
     )
+
+
+def gpu_options(config: Config) -> Options:
+    """The same on a GPU, where a fill becomes a hit some layers after it was begun (cuda_fills.py)."""
+    return policy_options(config)._replace(coming_from=GPU_COMING_FROM, coming_layers=GPU_COMING_LAYERS)
 
 
 def num_slots(config: Config, geometry: Geometry) -> int:

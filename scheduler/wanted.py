@@ -64,14 +64,28 @@ def drop_wanted(state, place):
 
 
 @decision
-def list_coming(state, geometry, layer):
-    """List what the likest passes foretell of the next layer and misses shards, the likeliest first."""
+def list_coming(state, geometry, options, layer):
+    """List what the likest passes foretell of the layers to come and misses shards, the likeliest first.
+
+    These are ``options.coming_layers`` layers from the ``options.coming_from``-th on, the next one being the first:
+    where a fill takes some layers to become a hit, what is needed sooner would come too late.
+    """
     state.num_coming[0] = 0
-    after = layer + 1 if layer + 1 < geometry.num_layers else 0
-    if state.num_near[0] == 0 or after == layer:
+    if state.num_near[0] == 0:
         return
+    last = min(options.coming_from + options.coming_layers, geometry.num_layers)
+    for distance in range(options.coming_from, last):
+        after = layer + distance
+        if after < geometry.num_layers:
+            _list_layer(state, geometry, after, 0)
+        else:
+            _list_layer(state, geometry, after - geometry.num_layers, 1)
+
+
+@decision
+def _list_layer(state, geometry, after, passes):
     first, count = geometry.first_expert[after], geometry.first_expert[after + 1] - geometry.first_expert[after]
-    tally_near(state, after, 1 if after == 0 else 0)
+    tally_near(state, after, passes)
     unit = state.unit[0] * state.coming_worth / ONE
     for id_ in range(count):
         rate = state.tally[id_]
