@@ -12,9 +12,19 @@ from plan_cases import H200, plan_once
 
 from trilane.cost import STEP_US, TERM_NAMES, Loads, make_rates, step_us
 from trilane.cpu_kernels.atomics import mono_ns
+from trilane.eviction import release_step
 from trilane.expert import CPU, HIT, STREAM, UNPLACED, ZERO_COPY, decision, make_geometry
-from trilane.plan import NUM_COPIES, NUM_EVICTIONS, NUM_FILLS, freeze_plan, make_options, make_work, single_lane_us
-from trilane.planner import learn_step, plan_background, plan_layer
+from trilane.plan import (
+    NUM_COPIES,
+    NUM_EVICTIONS,
+    NUM_FILLS,
+    NUM_MISSING,
+    freeze_plan,
+    make_options,
+    make_work,
+    single_lane_us,
+)
+from trilane.planner import learn_step, note_step, plan_background, plan_layer
 from trilane.residency import drop_fill, land_fill
 from trilane.state import check, make_state
 
@@ -260,6 +270,33 @@ def test_a_decision_function_that_allocates_does_not_compile():
     else:
         with pytest.raises(numba.core.errors.TypingError, match="zeros"):
             allocate(3)
+
+
+def test_a_step_that_nobody_planned_teaches_what_a_planned_one_does():
+    geometry, rows = make_geometry([8] * 3, [[500, 400]] * 3), np.ones(3, np.int32)
+    options, rng = (
+        make_options(admit="score", background=True, coming_from=2, coming_layers=1),
+        np.random.default_rng(2),
+    )
+    planned, noted = (make_state(geometry, 48, eviction="predicted", half_life_steps=2.0) for _ in range(2))
+    work = make_work(geometry)
+    for clock in range(1, 90):
+        layer, ids = (clock - 1) % 3, np.sort(rng.choice(8, 3, False)).astype(np.int32)
+        plan_layer(planned, geometry, H200, options, layer, ids, rows, 3, clock, work)
+        learn_step(planned, geometry, options, layer, ids, 3)
+        missing = int(work.counts[NUM_MISSING])
+        if missing:
+            plan_layer(noted, geometry, H200, options, layer, ids, rows, 3, clock, work)
+            learn_step(noted, geometry, options, layer, ids, 3)
+        else:
+            note_step(noted, geometry, options, layer, ids, 3, clock)
+    for state in (planned, noted):
+        release_step(state, geometry)
+        check(state, geometry)
+    assert missing == 0
+    for name, one, other in zip(planned._fields, planned, noted, strict=True):
+        if name != "held" and not name.startswith(("heap", "near")):  # whose places may differ
+            assert np.array_equal(one, other), name
 
 
 def land_background(state, geometry, options, most, work):

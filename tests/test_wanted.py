@@ -106,3 +106,20 @@ def test_the_coming_layer_pays_for_no_fill_of_its_own():
     state.coming[:3], state.num_coming[0] = [4, 5, 6], 3
     drop_coming(state)
     assert state.coming[: state.num_coming[0]].tolist() == [5, 6]
+
+
+def test_what_is_to_come_is_looked_for_in_the_layers_that_fills_can_serve():
+    geometry, rows = make_geometry([8] * 6, [[1000]] * 6), np.ones(2, np.int32)
+    options = make_options(force="cpu", background=True, admit="score", coming_from=2, coming_layers=3)
+    state, work = make_state(geometry, 4, eviction="predicted"), make_work(geometry)
+    for clock in range(1, 19):
+        layer = (clock - 1) % 6
+        ids = np.array([layer, 7], np.int32)
+        plan_layer(state, geometry, H200, options, layer, ids, rows, 2, clock, work)
+        learn_step(state, geometry, options, layer, ids, 2)
+    coming = sorted((int(e) // 8, int(e) % 8) for e in state.coming[: state.num_coming[0]])  # after layer 5
+    assert coming == [(k, e) for k in (1, 2, 3) for e in (k, 7)]
+    check(state, geometry)
+    few = options._replace(coming_from=6)
+    learn_step(state, geometry, few, 5, ids, 2)
+    assert state.num_coming[0] == 0

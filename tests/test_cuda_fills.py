@@ -1,0 +1,164 @@
+"""Background fills that the policy begins on a GPU, and the steps without misses that it learns from; driver played."""
+
+from __future__ import annotations
+
+import time
+
+import numpy as np
+import pytest
+from expert_cases import assert_same_bits, expected, random_store
+
+from trilane.cuda_fills import MOST_AT_ONCE, fills_at_once
+from trilane.cuda_words import Control, Fault, Place, Stage
+from trilane.gpu_kernels.cuda_device import array_at
+from trilane.gpu_kernels.words import NUM_USES, TYPES, USE_IDS, USE_WORDS
+
+ONE = np.ones((1, 1), np.float32)
+X = np.ones((1, 256), np.float32)
+
+
+def store_of(**shape):
+    return random_store("q8_0", **{"experts": 6, "hidden": 256, "intermediate": 512, **shape})
+
+
+def step(scheduler, experts, layer=0):
+    """One row through these experts, compared with the reference."""
+    ids, weights = np.array([experts]), np.full((1, len(experts)), 0.5, np.float32)
+    out = scheduler.forward(layer, X, ids, weights)
+    assert_same_bits(out, expected(scheduler.store, layer, X, ids, weights))
+
+
+def until(scheduler, holds, seconds=5.0):
+    """Wait for the control thread; whether it came to that."""
+    deadline = time.monotonic() + seconds
+    while time.monotonic() < deadline:
+        with scheduler._runner.threads.holding():
+            if holds(scheduler._runner):
+                return True
+        time.sleep(0.002)
+    return False
+
+
+def device_clock(runner):
+    return int(runner._device_counts()[0])
+
+
+@pytest.fixture
+def resident(played):
+    """A scheduler whose experts all lie in slots."""
+    scheduler = played(store_of(layers=2), cache={"fraction": 1.0}, policy={"force": "zero_copy", "admit": "always"})
+    for layer in range(2):
+        step(scheduler, range(6), layer)
+    return scheduler
+
+
+def test_steps_without_misses_are_told_and_learned_from(resident):
+    runner = resident._runner
+    step(resident, [1, 4], 1)
+    step(resident, [5], 0)
+    clock = device_clock(runner)
+    assert until(resident, lambda runner: runner.threads.control[Control.USED] == clock)
+    with runner.threads.holding():
+        seen, past, row = runner._held.seen.copy(), runner.state.past.copy(), int(runner.state.row[0])
+    assert seen[6:].tolist() == [2, clock - 1, 2, 2, clock - 1, 2] and seen[5] == clock
+    assert past[0, 0, row] == 1 << 5  # layer 0 began another pass
+
+
+def test_what_a_step_tells_is_four_times_sixteen_bytes_with_its_clock(resident):
+    runner = resident._runner
+    step(resident, [3, 0, 5], 1)
+    clock = device_clock(runner)
+    uses = array_at(runner.device.address["uses"], np.uint32, (NUM_USES, USE_WORDS))[clock % NUM_USES]
+    assert (uses[::4] == clock).all()
+    assert uses[1] == 1 | 3 << 16 and uses[2] == 0 | 3 << 16 and uses[3] == 5  # ids in pairs, ascending
+    assert USE_IDS == 2 * (USE_WORDS - USE_WORDS // 4 - 1)
+
+
+def test_a_thread_that_was_away_goes_on_with_what_is_left(resident):
+    runner = resident._runner
+    runner.inject_fault(Fault.DEAF)
+    for k in range(NUM_USES + 7):
+        step(resident, [k % 6], 0)
+    runner.inject_fault(Fault.NONE)
+    clock = device_clock(runner)
+    assert until(resident, lambda runner: runner.threads.control[Control.USED] == clock)
+
+
+def test_steps_of_several_rows_tell_nothing_and_the_next_miss_goes_on(played):
+    scheduler = played(store_of(experts=8), cache={"slots": 4, "eviction": "lru"}, policy={"force": "zero_copy"})
+    step(scheduler, [1])
+    ids = np.array([[1], [1]])
+    scheduler.forward(0, np.repeat(X, 2, 0), ids, np.repeat(ONE, 2, 0))
+    step(scheduler, [1])
+    assert not until(scheduler, lambda runner: runner.threads.control[Control.USED] > 1, 0.05)
+    step(scheduler, [2])
+    step(scheduler, [2])
+    clock = device_clock(scheduler._runner)
+    assert until(scheduler, lambda runner: runner.threads.control[Control.USED] == clock)
+
+
+def test_the_policy_fills_what_the_processor_computed(played):
+    """Misses take the CPU lane, which fills no slot; what is wanted comes in the background, and hits then."""
+    scheduler = played(store_of(experts=8), cache={"slots": 4}, policy={"lanes": ["cpu"]})
+    for _ in range(60):
+        step(scheduler, [2])
+        if scheduler.stats().background_fills == 2:
+            break
+        time.sleep(0.002)
+    before = scheduler.stats()
+    assert before.background_fills == 2 and before.fills == 0
+    step(scheduler, [2])
+    assert scheduler.stats().lanes["cpu"].shards == before.lanes["cpu"].shards
+
+
+def test_no_background_where_it_is_off(played):
+    scheduler = played(store_of(experts=8), cache={"slots": 4}, policy={"lanes": ["cpu"], "background": False})
+    for _ in range(12):
+        step(scheduler, [2])
+        time.sleep(0.001)
+    assert scheduler.stats().background_fills == 0
+    assert scheduler._runner.threads.control[Control.FILL_STAGE] == Stage.IDLE
+
+
+def test_many_random_steps_with_fills_give_the_bits_of_the_reference(played):
+    scheduler = played(store_of(layers=3, experts=8), cache={"fraction": 0.3})
+    rng = np.random.default_rng(7)
+    for _ in range(12):
+        for layer in range(3):
+            step(scheduler, rng.choice(4, 2, False), layer)
+        time.sleep(0.001)
+    assert scheduler.stats().background_fills > 0
+
+
+def test_a_reset_gives_up_fills_that_are_under_way(played):
+    scheduler = played(store_of(experts=8), cache={"slots": 4}, policy={"force": "cpu"})
+    runner = scheduler._runner
+    step(scheduler, [1])
+    assert scheduler.hint(0, [6, 7]) == 4 and runner.threads.control[Control.FILL_STAGE] == Stage.INVALIDATING
+    runner.reset()
+    assert runner.threads.control[Control.FILL_STAGE] == Stage.IDLE and scheduler.hint(0, [2]) == 0
+    step(scheduler, [3])  # acknowledges that nothing is pending any more
+    assert scheduler.hint(0, [2]) == 2
+    for _ in range(40):
+        step(scheduler, [1])
+        if runner.threads.control[Control.FILL_STAGE] == Stage.IDLE:
+            break
+        time.sleep(0.002)
+    table = array_at(runner.device.address["table"], np.int32, (16,))
+    assert (table >= 0).nonzero()[0].tolist() == [4, 5]
+    before = scheduler.stats().lanes["hit"].shards
+    step(scheduler, [2])
+    assert scheduler.stats().lanes["hit"].shards == before + 2
+
+
+@pytest.mark.parametrize(
+    ("idle_us", "fill_us", "most"), [(10, 18, 0), (18, 18, 1), (60, 18, 3), (1000, 18, MOST_AT_ONCE), (50, 1e12, 0)]
+)
+def test_as_many_fills_begin_as_the_link_has_time_for(idle_us, fill_us, most):
+    assert fills_at_once(int(1e3 * idle_us), int(1e3 * fill_us)) == most
+
+
+def test_the_words_that_tell_a_use_are_where_the_host_looks(resident):
+    runner = resident._runner
+    assert runner._held.wire.places[Place.USES] == runner.device.address["uses"]
+    assert "uses" in (TYPES["Step"].names or ())
