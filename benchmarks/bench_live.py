@@ -1,17 +1,18 @@
 """The default policy on a GPU beside the plain one, live: us of a layer, and whether replay foretells them.
 
 The plain policy evicts what was used least recently, foretells nothing, and admits all that was missed. Cells: the
-recorded routing of gpt-oss-20b (24 layers, 32 experts, top-4) with random experts in Q4_K of 2.65 MB (2048 x 768,
-3 shards) and of 13.27 MB (2560 x 3072, 12 shards), slots for 25 and 50 % of them; and the trace of the comparison with
-peers (peer_trace.py: 8 layers, 128 experts of 2.65 MB, top-8, slots for a quarter).
+recorded routing of gpt-oss-20b (24 layers, 32 experts, top-4) with random experts in Q4_K of 2.65 MB (2048 x 768, 3
+shards) and of 13.27 MB (2560 x 3072, 12 shards), slots for 25 and 50 % of them, each with and without a pause of 60
+us before every layer (what the bundled machine h200-host has: what the rest of a model takes); and the trace of the
+comparison with peers (peer_trace.py: 8 layers, 128 experts of 2.65 MB, top-8, slots for a quarter) without one.
 
 Method: a part is a process of its own, with one scheduler, whose lanes are measured at its start. All layers are one
 CUDA graph a token, some tokens launched ahead; a layer's time is the GPU's time between two events around the launch,
-over the layers. Both policies take turns on the same tokens of the same slots, each beginning with empty ones: tokens
-that fill them (--warm), then those that count (--tokens); each round has another stretch of the recorded trace, and
-begins with the other policy. The replay is of the same tokens from the first on, with the rates that the scheduler
-plans with, as a GPU's control thread decides (cuda_replay.py says what differs from a live run). No fills are made in
-the background: on a GPU there are none.
+over the layers, less the pauses as measured alone. Both policies take turns on the same tokens of the same slots,
+each beginning with empty ones: tokens that fill them (--warm), then those that count (--tokens); each round has
+another stretch of the recorded trace, and begins with the other policy. The replay is of the same tokens from the
+first on, with the rates that the scheduler plans with, as a GPU's control thread decides (cuda_replay.py says what
+differs from a live run).
 
 The time that --limit gives is for the parts together: what one leaves is the others'. Compiling, once on a machine, is
 not counted. A part that has used its time makes fewer rounds.
@@ -35,6 +36,7 @@ from benchmarks.cuda_acceptance import row, run_part, table_line, verdict
 SMALL, LARGE = (2048, 768), (2560, 3072)
 TRACE = Path(__file__).parent / "data" / "gptoss20b_160conv.trace"
 RATIO_GOAL, REPLAY_GOAL = 0.9, 0.10
+GAP_US = 60.0
 START_S = 300.0  # what compiling may take, once on a machine
 
 
@@ -53,6 +55,8 @@ class Cell:
         The default policy's time over the plain one's, at most.
     share : float
         Of the time for all parts.
+    gap_us : float
+        About how long the GPU pauses before each layer.
     """
 
     size: tuple[int, int]
@@ -63,6 +67,7 @@ class Cell:
     warm: int = 300
     tokens: int = 300
     rounds: int = 4
+    gap_us: float = 0.0
     format: str = "q4_k"
     shape: tuple[int, int, int] = (24, 32, 4)  # layers, experts, top-k
 
@@ -80,13 +85,17 @@ class Cell:
 
 
 PARTS = {
-    "small-25": Cell(SMALL, 0.25),
-    "small-50": Cell(SMALL, 0.5),
+    "small-25": Cell(SMALL, 0.25, gap_us=GAP_US),
+    "small-50": Cell(SMALL, 0.5, gap_us=GAP_US),
+    "large-25": Cell(LARGE, 0.25, gap_us=GAP_US, share=3.0),
+    "large-50": Cell(LARGE, 0.5, gap_us=GAP_US, share=3.0),
     "peer": Cell(SMALL, 0.25, peer=True, goal=1.0, warm=100, shape=(8, 128, 8)),
-    "large-25": Cell(LARGE, 0.25, share=3.0),
-    "large-50": Cell(LARGE, 0.5, share=3.0),
+    "small-25-bare": Cell(SMALL, 0.25),
+    "small-50-bare": Cell(SMALL, 0.5),
+    "large-25-bare": Cell(LARGE, 0.25, share=3.0),
+    "large-50-bare": Cell(LARGE, 0.5, share=3.0),
 }
-COMPILE_CELL = Cell((256, 512), 0.5, peer=True, warm=2, tokens=2, rounds=1, shape=(2, 4, 2))
+COMPILE_CELL = Cell((256, 512), 0.5, peer=True, warm=2, tokens=2, rounds=1, gap_us=5.0, shape=(2, 4, 2))
 
 
 def policies(fraction):
@@ -109,6 +118,7 @@ class Turn:
     hit_rate: float
     replay_hit_rate: float
     shards: dict
+    background_fills: float  # a step
     checksum: int
 
 
@@ -121,20 +131,21 @@ def measure_turn(scheduler, graphs, config, ids, warm):
     graphs.run(ids[:warm])
     settle(runner)
     with scheduler.request() as request:
-        us = graphs.run(ids[warm:]).us / ids.shape[1]
+        us = graphs.run(ids[warm:]).us / ids.shape[1] - graphs.gap_us
         settle(runner)
     checksum = int(graphs.outputs(len(ids) - warm - 1).view(np.uint32).sum(dtype=np.uint64))
     lanes = {name: lane.shards / steps for name, lane in request.stats.lanes.items()}
-    return Turn(us, *replay(runner, config, ids, warm, request.stats.hit_rate), lanes, checksum)
+    again = replay(runner, config, ids, warm, request.stats.hit_rate, graphs.gap_us)
+    return Turn(us, *again, lanes, request.stats.background_fills / steps, checksum)
 
 
-def replay(runner, config, ids, warm, hit_rate):
+def replay(runner, config, ids, warm, hit_rate, gap_us):
     """us of a layer by token, the live hit rate, and the replayed one."""
     from trilane.cuda_replay import replay_tokens
     from trilane.policy import empty_state
 
     state = empty_state(config, runner.geometry, runner.num_slots)
-    found = replay_tokens(ids, runner.geometry, state, runner.options, runner.rates[0])
+    found = replay_tokens(ids, runner.geometry, state, runner.options, runner.rates[0], gap_us)
     routed = ids.shape[2] * int(runner.geometry.num_shards[0])
     return found.step_us[warm:].mean(axis=1), hit_rate, 1 - float(found.missing[warm:].mean()) / routed
 
@@ -151,7 +162,7 @@ def measure_cell(cell, seconds, profile=None):
     turns = {name: [] for name in configs}
     with ExpertScheduler(store, profile=profile, config=configs["default"], device="cuda") as scheduler:
         x = np.random.default_rng(3).standard_normal(store.hidden).astype(np.float32)
-        graphs = TokenGraphs(scheduler, top_k, x)
+        graphs = TokenGraphs(scheduler, top_k, x, gap_us=cell.gap_us)
         try:
             for number, ids in enumerate(cell.stretches()):
                 started = time.perf_counter()
@@ -171,6 +182,7 @@ def report(part, cell, turns):
     for name, found in turns.items():
         hits, again = (np.mean([getattr(turn, key) for turn in found]) for key in ("hit_rate", "replay_hit_rate"))
         lanes = " ".join(f"{lane} {np.mean([turn.shards[lane] for turn in found]):.2f}" for lane in found[0].shards)
+        lanes += f" background {np.mean([turn.background_fills for turn in found]):.2f}"
         row(f"{part}, {name}: median us a layer ({len(found)} rounds; shards: {lanes})", np.median(live[name]))
         row(f"{part}, {name}: mean us a layer", live[name].mean())
         row(f"{part}, {name}: part of shards in slots (replay {again:.3f})", hits, unit="")

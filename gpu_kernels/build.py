@@ -1,7 +1,7 @@
 """From the ``.cu`` files to a cubin for one GPU architecture and one layer's weight formats, kept on disk.
 
 One program holds all kernels; the formats of gate, up and down are fixed when it is compiled (``Variant``). The kernel
-that only reads, for measurements, is a program of its own (``READER``).
+that only reads and the one that only waits, both for measurements, are programs of their own (``READER``, ``PAUSE``).
 The options forbid what would change bits: no contraction, no flush-to-zero, IEEE division. A cubin's name is a
 hash of everything that went into it, so an edit, another compiler or other options never meet an old file.
 """
@@ -62,6 +62,7 @@ class Program:
 
 
 READER = Program(("read_pieces.cu",), ("read_pieces",))
+PAUSE = Program(("pause.cu",), ("pause_cycles",))
 
 
 def variant_of(layout: ExpertLayout) -> Variant:

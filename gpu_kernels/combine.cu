@@ -70,5 +70,7 @@ extern "C" __global__ void __launch_bounds__(256)
     wait_for_blocks(hits.combined, CHUNKS, 1, list.x);
   if (!first) return;
   wait_for_earlier();
-  if (threadIdx.x == 0) step.state->epoch = list.x;
+  if (threadIdx.x != 0) return;
+  while (load_acquire_gpu(&step.state->published) != list.x) rest();  // the next step looks up what this one has changed
+  step.state->epoch = list.x;
 }

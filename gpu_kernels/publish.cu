@@ -236,7 +236,8 @@ DEV void close_mail(const Layer& layer, const Step& step) {
   if (threadIdx.x == 0) store_release_system(&step.mail->end, *(volatile u32*)&step.state->sequence);
 }
 
-// A pending list that the stream has not seen: applied after this step's look-ups, then acknowledged.
+// A pending list that the stream has not seen: applied after this step's look-ups, then acknowledged. Nobody waits for the
+// way to the host and back but the step's end.
 DEV void take_pending(const Step& step, u32 pending) {
   apply_updates(step.table, step.pending);
   __threadfence();
@@ -305,7 +306,7 @@ extern "C" __global__ void __launch_bounds__(512) publish(const __grid_constant_
   if (first) {
     if (missing && !few) write_mail(layer, step, g, num_groups, missing, clock);
     if (threadIdx.x == 0) step.state->missing = missing, step.state->num_groups = num_groups;
-    if (sees_pending && pending != applied) take_pending(step, pending);
+    if (gridDim.x > 1 && sees_pending && pending != applied) take_pending(step, pending);
   }
   if (gridDim.x > 1 && !arrives_last(step, arrived)) return;
   if (gridDim.x == 1 ? missing : *(volatile int*)&step.state->missing) close_mail(layer, step);
@@ -314,8 +315,10 @@ extern "C" __global__ void __launch_bounds__(512) publish(const __grid_constant_
     step.state->clock = clock;
     release_hits(layer, step, mark);
   }
-  if (!tells || warp > 0) return;
-  __syncwarp();  // nothing on its way to the host may hold the release up
-  stamp(layer, g, num_groups, clock, lane);
-  if (missing == 0) tell_use(layer, step, g, num_groups, clock, lane);
+  __syncthreads();  // nothing on its way to or from the host may hold the release up
+  if (gridDim.x == 1 && sees_pending && pending != applied) take_pending(step, pending);
+  if (tells && warp == 0) stamp(layer, g, num_groups, clock, lane);
+  if (tells && warp == 0 && missing == 0) tell_use(layer, step, g, num_groups, clock, lane);
+  __syncthreads();
+  if (threadIdx.x == 0) store_release_gpu(&step.state->published, mark);
 }

@@ -56,7 +56,7 @@ _STRUCTS: Mapping[str, tuple[tuple[str, str], ...]] = {
     "State": (
         ("u32", "clock"), ("u32", "sequence"), ("u32", "missing"), ("u32", "num_groups"), ("u32", "failed"),
         ("u32", "applied"), ("u32", "arrived"), ("u32", "summable"), ("u64", "routed"), ("u32", "epoch"),
-        ("u32", "rescued"), ("u32[4]", "unused"),
+        ("u32", "rescued"), ("u32", "published"), ("u32[3]", "unused"),
     ),
     "Mailbox": (
         ("u32", "begin"), ("u32", "layer"), ("u32", "num_rows"), ("u32", "top_k"), ("u32", "num_groups"),

@@ -76,16 +76,21 @@ def answer_mail(run, rates):
     count_hits(wire, run.seen, run.state, run.geometry, clock)
     wire.control[Control.USED] = clock
     wire.control[Control.FILL_NS] = _fill_ns(rates, run.geometry.shard_nbytes[layer, 0])
-    begin_background(run)
+    begin_background(run, layer)
     wire.control[Control.DONE_NS] = mono_ns()
 
 
 @compiled(counted=False)
 def _note_idle(control, begin):
-    """For how long there was nothing to answer, averaged; a pause of the program counts as a short one."""
+    """For how long there was nothing to answer."""
     if control[Control.DONE_NS] != 0:
-        idle = min(begin - control[Control.DONE_NS], LONGEST_IDLE_NS)
-        control[Control.IDLE_NS] += (idle - control[Control.IDLE_NS]) // 16
+        control[Control.IDLE_NS] = average_idle(control[Control.IDLE_NS], begin - control[Control.DONE_NS])
+
+
+@compiled
+def average_idle(average_ns, idle_ns):
+    """The average moved on; a pause of the program counts as a short one."""
+    return average_ns + (min(idle_ns, LONGEST_IDLE_NS) - average_ns) // 16
 
 
 @compiled(counted=False)
@@ -111,7 +116,7 @@ def learn_use(run):
     for i in range(num):
         run.seen[first + g.experts[i]] = clock
     note_step(run.state, run.geometry, run.options, layer, g.experts, num, clock)
-    begin_background(run)
+    begin_background(run, layer)
     return True
 
 

@@ -27,8 +27,9 @@ from trilane.jit import compiled
 from trilane.planner import plan_background, plan_fills
 from trilane.residency import drop_fill, land_fill
 from trilane.stats import Total
+from trilane.wanted import list_coming
 
-MOST_AT_ONCE = 8
+MOST_AT_ONCE, LEAST_IDLE = 8, 3
 
 
 @compiled(counted=False)
@@ -52,22 +53,25 @@ def begin_fills(run):
 
 
 @compiled(counted=False)
-def begin_background(run):
-    """The same for what the policy itself wants in slots, as far as the link is idle for long enough."""
+def begin_background(run, layer):
+    """The same for what the policy wants in slots after a step of a layer, if the link is idle for long enough."""
     control = run.wire.control
     if not run.options.background or not _may_begin(run.wire):
         return 0
     most = fills_at_once(control[Control.IDLE_NS], control[Control.FILL_NS])
     if most == 0:
         return 0
+    if run.state.past.shape[2] > 0:
+        list_coming(run.state, run.geometry, run.options, layer)
     return _post_victims(run, plan_background(run.state, run.geometry, run.options, most, run.fills))
 
 
 @decision
 def fills_at_once(idle_ns, fill_ns):
-    """Fills to begin together, by how long the link is idle between two steps with misses and what the copy of a shard
-    takes: as many as fit, none if not even one does."""
-    return min(MOST_AT_ONCE, idle_ns // max(1, fill_ns))
+    """Fills to begin together: none where the link is idle for less than LEAST_IDLE copies of a shard between two
+    steps with misses, since such a step would often wait for one; else what two such pauses hold, each but one."""
+    fits = idle_ns // max(1, fill_ns)
+    return 0 if fits < LEAST_IDLE else min(MOST_AT_ONCE, 2 * (fits - 1))
 
 
 @compiled(counted=False)

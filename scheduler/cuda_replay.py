@@ -1,31 +1,55 @@
 """Tokens through the decision code as the control thread of a GPU runs it, with modelled times: for measurements.
 
 `replay_run` plans every step, as the host device does. On a GPU a step whose experts all lie in slots asks nobody: the
-control thread sees their uses later, from the stamps that the GPU writes, and learns nothing else of such a step
-(cuda_control.py). It is the same here, by the same functions. No fills are made between steps.
+control thread is told what it used, and learns from it (cuda_control.py). It is the same here, by the same functions.
+Background fills go through the stages of cuda_fills.py, each ended by the step that would end it, and their copies take
+the link's time when no step with misses is under way; one that is then shares the link with it.
 
-What differs from a live run: stamps are read as they were at the end of a step with misses. Live, the GPU may have gone
-on by then, and a later stamp hides such a use until the expert's next turn. Copies that the driver does not take in
-time are not played.
+What differs from a live run: there, steps without misses that come while the control thread answers or learns may be
+missed by it. Copies that the driver does not take in time are not played.
 """
 
 from __future__ import annotations
 
+from enum import IntEnum
 from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from trilane.cost import STEP_US, Loads, Rates, step_us
-from trilane.cuda_control import count_hits
-from trilane.cuda_words import Control, Place, Wire
-from trilane.expert import Geometry
+from trilane.cuda_control import average_idle
+from trilane.cuda_fills import fills_at_once
+from trilane.cuda_words import Stage
+from trilane.expert import STREAM, ZERO_COPY, Geometry
 from trilane.jit import compiled
 from trilane.plan import Options, Work, make_work
-from trilane.planner import learn_step, plan_layer
+from trilane.planner import learn_step, note_step, plan_background, plan_layer
 from trilane.records import record
+from trilane.residency import land_fill
 from trilane.stash import Stash, on_stashes
 from trilane.state import State
+from trilane.wanted import list_coming
+
+
+class Clock(IntEnum):
+    """Places of the replay's times, in us."""
+
+    NOW = 0
+    DONE = 1  # when the last step with misses was over
+    IDLE = 2  # from then to the next one, averaged, in ns
+    COPIED = 3  # when the fill's copy that is under way has landed
+    SIZE = 4
+
+
+class Under(IntEnum):
+    """Places of what is known of the background fills under way."""
+
+    STAGE = 0
+    NUM = 1
+    COPIED = 2
+    LANDED = 3  # of all
+    SIZE = 4
 
 
 @record
@@ -35,26 +59,28 @@ class CudaReplay(NamedTuple):
     ids: np.ndarray  # int32 (tokens, layers, top_k): rising in each step, as the GPU groups them
     experts: np.ndarray  # int32 (top_k,): of the step in hand
     rows: np.ndarray  # int32 (top_k,): 1
-    stamps: np.ndarray  # uint32 by expert: the clock of the last use
-    wire: Wire  # where `count_hits` finds the stamps, and how far it has looked
-    seen: np.ndarray  # int64 by expert: the clock up to which uses are counted
+    times: np.ndarray  # float64, by Clock
+    under: np.ndarray  # int64, by Under
+    gap_us: np.ndarray  # float64 (1,): between two steps
     state: State
     geometry: Geometry
     options: Options
     work: Work
+    fills: Work
     step_us: np.ndarray  # float64 (tokens, layers)
     missing: np.ndarray  # int64 (tokens, layers): shards
 
 
 class CudaReplayed(NamedTuple):
-    """Modelled us and missing shards of each step, (tokens, layers)."""
+    """Modelled us and missing shards of each step, (tokens, layers), and how many background fills landed."""
 
     step_us: NDArray[np.float64]
     missing: NDArray[np.int64]
+    background_fills: int
 
 
 def replay_tokens(
-    ids: NDArray[np.int32], geometry: Geometry, state: State, options: Options, rates: Rates
+    ids: NDArray[np.int32], geometry: Geometry, state: State, options: Options, rates: Rates, gap_us: float = 0.0
 ) -> CudaReplayed:
     """Replay tokens of one row from a state, which is changed.
 
@@ -64,25 +90,18 @@ def replay_tokens(
         Different experts in each step, all ranks used.
     rates : Rates
         Of every layer: all are of one kind.
+    gap_us : float
+        From the end of a step to the next one's begin.
     """
     tokens, layers, top_k = ids.shape
-    experts = int(geometry.first_expert[-1])
-    stamps = np.zeros(experts, np.uint32)
     run = CudaReplay(
-        np.sort(ids, axis=2).astype(np.int32), np.zeros(top_k, np.int32), np.ones(top_k, np.int32), stamps,
-        _make_wire(stamps), np.zeros(experts, np.int64), state, geometry, options, make_work(geometry),
-        np.zeros((tokens, layers)), np.zeros((tokens, layers), np.int64),
+        np.sort(ids, axis=2).astype(np.int32), np.zeros(top_k, np.int32), np.ones(top_k, np.int32),
+        np.zeros(Clock.SIZE), np.zeros(Under.SIZE, np.int64), np.full(1, gap_us), state, geometry, options,
+        make_work(geometry), make_work(geometry), np.zeros((tokens, layers)), np.zeros((tokens, layers), np.int64),
     )  # fmt: skip
     held, constants = Stash(run), Stash(rates)
     on_stashes(run_tokens, held.kind, constants.kind)(held.address, constants.address)
-    return CudaReplayed(run.step_us, run.missing)
-
-
-def _make_wire(stamps: NDArray[np.uint32]) -> Wire:
-    places = np.zeros(Place.SIZE, np.int64)
-    places[Place.STAMPS] = stamps.ctypes.data
-    control, few = np.zeros(Control.SIZE, np.int64), np.zeros(1, np.int64)
-    return Wire(places, control, few, few, np.zeros((1, 3), np.int64), np.zeros(1, np.int8))
+    return CudaReplayed(run.step_us, run.missing, int(run.under[Under.LANDED]))
 
 
 @compiled(counted=False)
@@ -93,27 +112,46 @@ def run_tokens(run, rates):
     for token in range(tokens):
         for layer in range(layers):
             clock += 1
-            missing = _route(run, token, layer, clock)
+            fill_us = rates.run_fix_us + run.geometry.shard_nbytes[layer, 0] * rates.stream_us_per_byte
+            _publish(run, fill_us)
+            missing = _route(run, token, layer)
             run.missing[token, layer] = missing
-            us = _hits_us(run, rates, layer) if missing == 0 else _miss_us(run, rates, layer, clock)
+            us = _hits_us(run, rates, layer, clock) if missing == 0 else _miss_us(run, rates, layer, clock)
             run.step_us[token, layer] = us
+            _pass_time(run, us, missing > 0, fill_us)
+            _begin_fills(run, layer, fill_us)
 
 
 @compiled(counted=False)
-def _route(run, token, layer, clock):
-    """Take the step's experts and stamp them; shards that are missing."""
+def _publish(run, fill_us):
+    """A step begins: it acknowledges what the fills under way wait for."""
+    stage = run.under[Under.STAGE]
+    if stage == Stage.INVALIDATING:
+        run.under[Under.STAGE] = Stage.SETTLING
+    elif stage == Stage.SETTLING:
+        run.under[Under.STAGE], run.times[Clock.COPIED] = Stage.COPYING, run.times[Clock.NOW] + fill_us
+    elif stage == Stage.VALIDATING:
+        for k in range(run.under[Under.NUM]):
+            land_fill(run.state, run.geometry, run.fills.fill_slot[k], run.fills.fill_shard[k])
+        run.under[Under.LANDED] += run.under[Under.NUM]
+        run.under[Under.STAGE] = Stage.IDLE
+
+
+@compiled(counted=False)
+def _route(run, token, layer):
+    """Take the step's experts; shards that are missing."""
     first, missing = run.geometry.first_expert[layer], 0
     for i in range(run.experts.size):
         expert = run.ids[token, layer, i]
         run.experts[i] = expert
-        run.stamps[first + expert] = clock
         missing += run.geometry.num_shards[layer] - run.state.resident[first + expert]
     return missing
 
 
 @compiled(counted=False)
-def _hits_us(run, rates, layer):
+def _hits_us(run, rates, layer, clock):
     """A step that nobody plans."""
+    note_step(run.state, run.geometry, run.options, layer, run.experts, run.experts.size, clock)
     nbytes = 0.0
     for j in range(run.geometry.num_shards[layer]):
         nbytes += run.experts.size * run.geometry.shard_nbytes[layer, j]
@@ -122,12 +160,46 @@ def _hits_us(run, rates, layer):
 
 @compiled(counted=False)
 def _miss_us(run, rates, layer, clock):
-    """A step that is planned and learned from, and what the control thread then sees of steps before it."""
-    count = run.experts.size
+    """A step that is planned and learned from; where a fill's copy is under way, it shares the link with it."""
+    count, times = run.experts.size, run.times
+    idle_ns = np.int64(1e3 * (times[Clock.NOW] - times[Clock.DONE]))
+    times[Clock.IDLE] = average_idle(np.int64(times[Clock.IDLE]), idle_ns)
     plan_layer(run.state, run.geometry, rates, run.options, layer, run.experts, run.rows, count, clock, run.work)
     learn_step(run.state, run.geometry, run.options, layer, run.experts, count)
-    first = run.geometry.first_expert[layer]
-    for i in range(count):
-        run.seen[first + run.experts[i]] = clock
-    count_hits(run.wire, run.seen, run.state, run.geometry, clock)
-    return run.work.predicted_us[STEP_US]
+    us = run.work.predicted_us[STEP_US]
+    link = run.work.predicted_us[STREAM] + run.work.predicted_us[ZERO_COPY]
+    if run.under[Under.STAGE] == Stage.COPYING and link > 0.0:
+        beside = min(link, max(0.0, times[Clock.COPIED] - times[Clock.NOW]))
+        us += max(0.0, link + beside - (us - rates.step_fix_us - rates.miss_fix_us))
+    times[Clock.DONE] = times[Clock.NOW] + us
+    return us
+
+
+@compiled(counted=False)
+def _pass_time(run, us, missed, fill_us):
+    """Until the next step: copies of fills land, and others begin where no misses are served."""
+    times = run.times
+    served = times[Clock.NOW] + (us if missed else 0.0)
+    times[Clock.NOW] += us + run.gap_us[0]
+    while run.under[Under.STAGE] == Stage.COPYING and times[Clock.COPIED] <= times[Clock.NOW]:
+        run.under[Under.COPIED] += 1
+        if run.under[Under.COPIED] == run.under[Under.NUM]:
+            run.under[Under.STAGE] = Stage.VALIDATING
+        else:
+            times[Clock.COPIED] = max(times[Clock.COPIED], served) + fill_us
+
+
+@compiled(counted=False)
+def _begin_fills(run, layer, fill_us):
+    """Fills of the policy's own, as `cuda_fills.begin_background` begins them."""
+    if not run.options.background or run.under[Under.STAGE] != Stage.IDLE:
+        return
+    most = fills_at_once(np.int64(run.times[Clock.IDLE]), np.int64(1e3 * min(fill_us, 1e12)))
+    if most == 0:
+        return
+    if run.state.past.shape[2] > 0:
+        list_coming(run.state, run.geometry, run.options, layer)
+    run.under[Under.NUM] = plan_background(run.state, run.geometry, run.options, most, run.fills)
+    run.under[Under.COPIED] = 0
+    if run.under[Under.NUM] > 0:
+        run.under[Under.STAGE] = Stage.INVALIDATING

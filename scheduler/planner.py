@@ -197,7 +197,8 @@ def learn_step(state, geometry, options, layer, experts, num_experts):
     settle_step(state, geometry)
     if options.background:
         if state.past.shape[2] > 0:
-            list_coming(state, geometry, options, layer)
+            if options.coming_from == 1:  # where fills take longer, who begins them lists what is to come
+                list_coming(state, geometry, options, layer)
             want_foretold(state, geometry, layer)
         for i in range(num_experts):
             expert = geometry.first_expert[layer] + experts[i]

@@ -14,10 +14,13 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
+from trilane.gpu_kernels.build import PAUSE
 from trilane.gpu_kernels.driver import Encoded, put_graph
 from trilane.gpu_kernels.events import Events, events_of
+from trilane.gpu_kernels.launch import Launch
 from trilane.host_runner import StepInput
 
+PAUSE_CYCLES = 100_000  # by which the clock of the multiprocessors is known
 AHEAD = 4  # graphs, and so tokens that are launched at most before the first of them is over
 
 
@@ -42,10 +45,23 @@ class TokenGraphs:
         Layers of a graph, in order, also more than once; None: all once.
     ahead : int
         Graphs that take turns; 1: each token is waited for.
+    gap_us : float
+        About how long the GPU pauses before each layer, as if it ran the rest of a model.
+
+    Attributes
+    ----------
+    gap_us : float
+        How long these pauses are, as measured alone.
     """
 
     def __init__(
-        self, scheduler: Any, top_k: int, x: ArrayLike, layers: Sequence[int] | None = None, ahead: int = AHEAD
+        self,
+        scheduler: Any,
+        top_k: int,
+        x: ArrayLike,
+        layers: Sequence[int] | None = None,
+        ahead: int = AHEAD,
+        gap_us: float = 0.0,
     ) -> None:
         self.runner, self.top_k, self.ahead = scheduler._runner, top_k, ahead
         self.layers = list(range(scheduler.store.num_layers)) if layers is None else list(layers)
@@ -58,6 +74,10 @@ class TokenGraphs:
         self.driver.synchronize()  # they are zeroed on another stream
         self._put(self._blocks[0], np.asarray(x, np.float32))
         self._put(self._blocks[1], np.full(top_k, 1 / top_k, np.float32))
+        self._pause: Encoded | None = None
+        self.gap_us = 0.0
+        if gap_us:
+            self._pause, self.gap_us = self._make_pause(gap_us)
         self._encoded = [self._encode(turn) for turn in range(ahead)]
         self._graphs = [self.driver.make_graph(encoded) for encoded in self._encoded]
 
@@ -68,8 +88,36 @@ class TokenGraphs:
             y = out + self._out_nbytes * turn + row * place
             step = StepInput(layer, 1, self.top_k, x, row, "f32", y, row, "f32")
             where = ids + 4 * (self._num_ids * turn + self.top_k * place)
+            parts += [self._pause] if self._pause else []
             parts.append(self.runner.launches.encode(step, where, 4, weights))
         return Encoded.joined(parts)
+
+    def _make_pause(self, us: float) -> tuple[Encoded, float]:
+        """A pause of about so many us, and what it takes among others of its kind."""
+        kernels = self.driver.load_kernels(PAUSE)
+
+        def pause_of(cycles: float) -> Encoded:
+            launch = Launch("pause_cycles", (1, 1), 1, 0, (np.int64(cycles),))
+            return self.driver.encode(kernels, [launch], early=False)
+
+        per_us = PAUSE_CYCLES / self._time([pause_of(PAUSE_CYCLES)] * len(self.layers))
+        pause = pause_of(per_us * us)
+        return pause, self._time([pause] * len(self.layers))
+
+    def _time(self, parts: Sequence[Encoded]) -> float:
+        """us of one of some launches in a graph."""
+        encoded = Encoded.joined(parts)
+        graph, events = self.driver.make_graph(encoded), events_of(self.driver)
+        times = []
+        for _ in range(3):
+            first = events.record(self.stream)
+            put_graph(self.driver, graph, self.stream, "a graph of pauses")
+            last = events.record(self.stream)
+            events.wait(last)
+            times.append(events.us(first, last) / len(parts))
+        events.close()
+        self.driver.destroy_graph(graph)
+        return float(np.median(times))
 
     def _put(self, address: int, array: NDArray[Any]) -> None:
         """Copy to the device and wait for this copy."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+import time
 from dataclasses import replace
 from pathlib import Path
 
@@ -14,6 +15,7 @@ from played_driver import PlayedDriver
 
 import trilane.cuda_runner
 from trilane.cuda_replay import replay_tokens
+from trilane.cuda_words import Control
 from trilane.layer_rates import rates_of_layers
 from trilane.policy import empty_state
 from trilane.random_store import StepShape, random_store
@@ -79,6 +81,7 @@ def test_parts_share_the_time_and_one_that_fails_stops_none(monkeypatch, capsys,
 def test_replay_decides_as_the_control_thread_does(played, policy):
     store = random_store(StepShape(256, 512, 8, 2, "q8_0"), 2)
     config = bench_live.policies(0.4)[policy]
+    config = config.model_copy(update={"policy": config.policy.model_copy(update={"background": False})})
     scheduler = played(store, cache={"fraction": 0.4, "eviction": "decayed_frequency"})
     runner, ids = scheduler._runner, synth_trace(40, 2, 8, 2, zipf=1.5)
     graphs = TokenGraphs(scheduler, 2, np.ones(256, np.float32), layers=[0, 1], ahead=1)
@@ -90,6 +93,8 @@ def test_replay_decides_as_the_control_thread_does(played, policy):
         with scheduler.request() as request:
             graphs.run(token[None])
             settle(runner)
+            while runner.threads.control[Control.USED] != runner._device_counts()[0]:
+                time.sleep(1e-4)
         missing.append(sum(request.stats.lanes[lane].shards for lane in ("stream", "zero_copy", "cpu")))
     state = empty_state(config, runner.geometry, runner.num_slots)
     found = replay_tokens(ids, runner.geometry, state, runner.options, runner.rates[0])

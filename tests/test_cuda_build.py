@@ -33,8 +33,9 @@ def test_all_kernels_compile(architecture, tmp_path):
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 def test_the_reading_kernel_compiles(architecture, tmp_path):
-    made = build.cubin(build.READER, architecture, tmp_path)
-    assert made[:4] == b"\x7fELF" and b".text.read_pieces\0" in made
+    for program in (build.READER, build.PAUSE):
+        made = build.cubin(program, architecture, tmp_path)
+        assert made[:4] == b"\x7fELF" and f".text.{program.kernels[0]}\0".encode() in made
     assert build.cubin_name(build.READER, architecture) != build.cubin_name(VARIANTS[architecture], architecture)
 
 

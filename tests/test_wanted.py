@@ -8,7 +8,7 @@ from trilane.plan import make_options, make_work
 from trilane.planner import learn_step, plan_background, plan_layer
 from trilane.residency import drop_fill, land_fill
 from trilane.state import NUM_WANTED, check, make_state
-from trilane.wanted import best_wanted, drop_coming, drop_wanted, has_victim, want_expert
+from trilane.wanted import best_wanted, drop_coming, drop_wanted, has_victim, list_coming, want_expert
 
 GEOMETRY = make_geometry([32], [[1000] * 2])
 ON_CPU = make_options(force="cpu", background=True, admit="score")
@@ -117,9 +117,10 @@ def test_what_is_to_come_is_looked_for_in_the_layers_that_fills_can_serve():
         ids = np.array([layer, 7], np.int32)
         plan_layer(state, geometry, H200, options, layer, ids, rows, 2, clock, work)
         learn_step(state, geometry, options, layer, ids, 2)
+        assert state.num_coming[0] == 0  # who begins the fills asks
+    list_coming(state, geometry, options, 5)
     coming = sorted((int(e) // 8, int(e) % 8) for e in state.coming[: state.num_coming[0]])  # after layer 5
     assert coming == [(k, e) for k in (1, 2, 3) for e in (k, 7)]
     check(state, geometry)
-    few = options._replace(coming_from=6)
-    learn_step(state, geometry, few, 5, ids, 2)
+    list_coming(state, geometry, options._replace(coming_from=6), 5)
     assert state.num_coming[0] == 0
