@@ -7,6 +7,7 @@ commands, so that ``trilane --help`` is quick.
 from __future__ import annotations
 
 import errno
+import os
 import sys
 from typing import Annotated
 
@@ -16,6 +17,7 @@ from trilane import __version__
 from trilane.commands.bench import bench_app
 from trilane.commands.config import show_config
 from trilane.commands.identity import identity
+from trilane.commands.interrupt import INTERRUPTED, Interrupts
 from trilane.commands.plan import plan
 from trilane.commands.probe import probe
 from trilane.commands.record import record
@@ -80,14 +82,22 @@ def os_error_text(error: OSError) -> str:
 
 def main() -> None:
     """Run the command line; errors that users can cause are one line each, without a traceback."""
+    _open_closed_streams()
+    interrupts = Interrupts("trilane")
     try:
-        app()
-    except OSError as error:
-        print(f"trilane: {os_error_text(error)}", file=sys.stderr)
+        with interrupts:
+            app()
+    except BaseException as error:
+        if interrupts.ended_by(error):
+            interrupts.tell()
+            sys.exit(INTERRUPTED)
+        if not isinstance(error, (OSError, TrilaneError, MemoryError)):
+            raise
+        print(f"trilane: {os_error_text(error) if isinstance(error, OSError) else error}", file=sys.stderr)
         sys.exit(1)
-    except (TrilaneError, MemoryError) as error:
-        print(f"trilane: {error}", file=sys.stderr)
-        sys.exit(1)
-    except KeyboardInterrupt:
-        print("trilane: interrupted", file=sys.stderr)
-        sys.exit(130)  # what a shell reports for Ctrl-C
+
+
+def _open_closed_streams() -> None:
+    """Give what is printed somewhere to go where a shell closed stdout or stderr (``>&-``): Python has None there."""
+    sys.stdout = sys.stdout or open(os.devnull, "w")
+    sys.stderr = sys.stderr or open(os.devnull, "w")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -71,6 +72,48 @@ def test_ctrl_c_exits_as_a_shell_expects(monkeypatch: Any) -> None:
     with pytest.raises(SystemExit) as caught:
         cli.main()
     assert caught.value.code == 130
+
+
+INTERRUPTED = """
+import os, signal, sys
+from trilane import cli
+def app():
+    {body}
+cli.app = app
+sys.exit(cli.main())
+"""
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        "os.kill(os.getpid(), signal.SIGINT)",
+        "import swallows",
+        "try: os.kill(os.getpid(), signal.SIGINT)\n    except KeyboardInterrupt: raise RecursionError from None",
+        "try: os.kill(os.getpid(), signal.SIGINT)\n    except KeyboardInterrupt: sys.exit(1)",
+    ],
+    ids=["plain", "in an import that catches it", "as another error", "as an exit"],
+)
+def test_ctrl_c_is_told_as_what_it_is(tmp_path: Path, body: str) -> None:
+    """One in an import, which may come out as anything, ends there and then."""
+    (tmp_path / "swallows.py").write_text(
+        "import os, signal\ntry: os.kill(os.getpid(), signal.SIGINT)\nexcept BaseException: raise ImportError"
+    )
+    command = [sys.executable, "-c", INTERRUPTED.format(body=body)]
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(tmp_path), *sys.path])}
+    found = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
+    assert (found.returncode, found.stdout, found.stderr) == (130, "", "trilane: interrupted\n")
+
+
+def test_a_signal_that_is_taken_in_order_is_no_interruption() -> None:
+    body = "try: os.kill(os.getpid(), signal.SIGINT)\n    except KeyboardInterrupt: pass"
+    subprocess.run([sys.executable, "-c", INTERRUPTED.format(body=body)], check=True)
+
+
+@pytest.mark.parametrize("closed", [">&-", ">&- 2>&-"])
+def test_closed_streams_are_no_failure(closed: str) -> None:
+    flush = "import sys; from trilane import cli; cli.app = lambda: sys.stdout.flush() or sys.stderr.flush(); cli.main()"
+    subprocess.run(["sh", "-c", f'exec "$@" {closed}', "sh", sys.executable, "-c", flush], check=True)
 
 
 @pytest.fixture

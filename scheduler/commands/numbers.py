@@ -13,14 +13,14 @@ MOST = 1e9
 _WHOLE = re.compile(r"[-+]?[0-9]{1,30}")
 
 
-def whole(least: int, such_as: int) -> Callable[[str | int], int]:
-    """What an option of whole numbers from ``least`` up parses its text with; ``such_as`` is an example of one."""
+def whole(least: int, such_as: int, *, most: int = MOST_WHOLE) -> Callable[[str | int], int]:
+    """What an option of whole numbers from ``least`` to ``most`` parses its text with; ``such_as`` is an example."""
 
     def parse(text: str | int) -> int:
         shown = str(text).strip()
         value = int(shown) if _WHOLE.fullmatch(shown) else least - 1
-        if not least <= value <= MOST_WHOLE:
-            rule = f"{least} or more" if value < least else f"at most {MOST_WHOLE}"
+        if not least <= value <= most:
+            rule = f"{least} or more" if value < least else f"at most {most}"
             raise typer.BadParameter(f"{shown[:60]!r} must be a whole number, {rule}: give one such as {such_as}")
         return value
 
