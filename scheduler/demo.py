@@ -12,18 +12,23 @@ import argparse
 import hashlib
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NoReturn
 
 import numpy as np
+from typer import BadParameter
 
+from trilane.commands.interrupt import INTERRUPTED, Interrupts
+from trilane.commands.numbers import number, whole
 from trilane.commands.text_extra import missing_for_text
 from trilane.config import Config
 from trilane.cpu_kernels.formats import format_of
 from trilane.engine import ExpertScheduler
+from trilane.errors import TrilaneError
 from trilane.expert import HIT
 from trilane.probes.machine import describe_machine
+from trilane.shared_cores import sharing_text
 from trilane.stats import Stats
 from trilane.step_bench import limit_us
 from trilane.store import ExpertStore, Gate
@@ -45,6 +50,8 @@ class Run:
     digest: str
     stats: Stats
     limit_us: float
+    num_workers: int
+    num_cpus: int
 
 
 def make_store(trace: Trace, hidden: int, intermediate: int) -> ExpertStore:
@@ -82,7 +89,8 @@ def run_conversation(
             _pass(scheduler, trace, tokens)
         with scheduler.request() as request:
             digest, limit = _pass(scheduler, trace, tokens)
-        return Run(name, digest, request.stats, limit)
+        runner = scheduler._runner
+        return Run(name, digest, request.stats, limit, runner.num_threads, runner.device.budget.num_concurrent)
 
 
 def _pass(scheduler: ExpertScheduler, trace: Trace, tokens: int) -> tuple[str, float]:
@@ -170,6 +178,9 @@ def _print_verdict(runs: list[Run]) -> bool:
     best = min(runs[1:-1], key=lambda run: run.stats.step_us)
     ratio = runs[-1].stats.step_us / best.stats.step_us
     print(f"\nall lanes took {ratio:.2f} x the best single lane ({best.name})")
+    reason = sharing_text(runs[-1].num_workers, runs[-1].num_cpus, ratio)
+    if reason is not None and not runs[-1].stats.played:  # lanes that are played sleep most of the time
+        print(reason)
     different = [run.name for run in runs if run.digest != runs[0].digest]
     if different:
         print(f"FAILED: outputs differ from the all-resident run: {', '.join(different)}")
@@ -182,16 +193,33 @@ def _print_verdict(runs: list[Run]) -> bool:
 def main(arguments: list[str] | None = None) -> int:
     """Command line of the demo; 0 if every run gave the same bits."""
     parser = argparse.ArgumentParser(prog="python -m trilane.demo", description=__doc__)
-    parser.add_argument("--tokens", type=int, default=96, help="tokens of the conversation, at most 240")
-    parser.add_argument("--hidden", type=int, default=960, help="hidden and intermediate size, a multiple of 32")
-    parser.add_argument("--slots", type=float, default=0.375, help="slots as a part of all experts, 0 to 1")
+    for name, parse, value, text in (
+        ("--tokens", whole(1, 96), 96, "tokens of the conversation, at most 240 (default: 96)"),
+        ("--hidden", whole(32, 960), 960, "hidden and intermediate size, a multiple of 32 (default: 960)"),
+        ("--slots", number(0, 0.375, most=1), 0.375, "slots as a part of all experts, 0 to 1 (default: 0.375)"),
+        ("--text-tokens", whole(1, 64), 64, "tokens of the text (default: 64)"),
+    ):
+        parser.add_argument(name, type=_for_argparse(parse), default=value, metavar="N", help=text)
     parser.add_argument("--own-speed", action="store_true", help="play no rates: the machine as it is")
     parser.add_argument("--no-text", action="store_true", help="leave the text out; it needs torch and transformers")
-    parser.add_argument("--text-tokens", type=int, default=64, help="tokens of the text")
     options = parser.parse_args(arguments)
+    if options.hidden % 32:
+        parser.error(f"--hidden: {options.hidden} must be a multiple of 32: give {-(-options.hidden // 32) * 32}")
     played = OWN_SPEED if options.own_speed else PLAYED
     is_same = options.no_text or _run_text(options.text_tokens)
     return 0 if run_demo(options.tokens, options.hidden, options.slots, played) and is_same else 1
+
+
+def _for_argparse(parse: Callable[[str], Any]) -> Callable[[str], Any]:
+    """A number's rule and remedy as argparse shows them."""
+
+    def take(text: str) -> Any:
+        try:
+            return parse(text)
+        except BadParameter as error:
+            raise argparse.ArgumentTypeError(error.message) from None
+
+    return take
 
 
 def _run_text(num_tokens: int) -> bool:
@@ -205,9 +233,20 @@ def _run_text(num_tokens: int) -> bool:
     return run_text_demo(num_tokens)
 
 
-if __name__ == "__main__":
+def run_and_end() -> NoReturn:
+    """The program: errors that users can cause are a line each."""
+    interrupts = Interrupts("demo")
     try:
-        sys.exit(main())
-    except KeyboardInterrupt:
-        print("demo: interrupted", file=sys.stderr)
-        sys.exit(130)
+        with interrupts:
+            sys.exit(main())
+    except BaseException as error:
+        if interrupts.ended_by(error):
+            interrupts.tell()
+            sys.exit(INTERRUPTED)
+        if not isinstance(error, (TrilaneError, MemoryError, OSError)):
+            raise
+        sys.exit(f"demo: {error}")
+
+
+if __name__ == "__main__":
+    run_and_end()

@@ -112,7 +112,7 @@ def test_a_signal_that_is_taken_in_order_is_no_interruption() -> None:
 
 @pytest.mark.parametrize("closed", [">&-", ">&- 2>&-"])
 def test_closed_streams_are_no_failure(closed: str) -> None:
-    flush = "import sys; from trilane import cli; cli.app = lambda: sys.stdout.flush() or sys.stderr.flush(); cli.main()"
+    flush = "import sys, trilane.cli as cli; cli.app = lambda: [sys.stdout.flush(), sys.stderr.flush()]; cli.main()"
     subprocess.run(["sh", "-c", f'exec "$@" {closed}', "sh", sys.executable, "-c", flush], check=True)
 
 

@@ -5,6 +5,7 @@ import dataclasses
 import pytest
 
 from trilane import demo
+from trilane.shared_cores import sharing_text
 from trilane.traces.trace_import import bundled_trace
 
 
@@ -38,6 +39,49 @@ def test_verdict_fails_on_one_different_output(capsys):
     assert demo._print_verdict([run, run, run])
     assert not demo._print_verdict([run, run, other])
     assert "FAILED" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("workers", "cpus", "ratio", "told"),
+    [
+        (2, 2, 2.5, "2 workers of the CPU lane, the link's thread and the device's are 4 threads on 2 CPUs."),
+        (1, 1, 1.01, "1 worker of the CPU lane, the link's thread and the device's are 3 threads on 1 CPU."),
+        (2, 2, 0.9, None),
+        (2, 4, 2.5, None),
+    ],
+)
+def test_shared_cores_are_told_where_they_are_the_reason(workers, cpus, ratio, told):
+    found = sharing_text(workers, cpus, ratio)
+    assert found is told if told is None else "since they share cores here: " + told in found
+
+
+@pytest.mark.parametrize("played", [{}, demo.PLAYED])
+def test_the_demo_says_why_all_lanes_are_slow(played, capsys):
+    """Six times the best lane, on a machine of two CPUs; played lanes sleep, so there it is no reason."""
+    trace = bundled_trace()
+    store, options = demo.make_store(trace, 96, 96), {"cache": {"fraction": 1.0}, "host_device": dict(played)}
+    run = demo.run_conversation("all resident", store, trace, 1, options)
+    run = dataclasses.replace(run, num_workers=2, num_cpus=2)
+    slow = dataclasses.replace(run, stats=dataclasses.replace(run.stats, step_us=6 * run.stats.step_us))
+    assert demo._print_verdict([run, run, slow])
+    assert ("4 threads on 2 CPUs" in capsys.readouterr().out) == (not played)
+    assert demo._print_verdict([run, slow, run])
+    assert "share cores" not in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("args", "text"),
+    [
+        (["--slots", "8"], "'8' must be a number from 0 to 1: give one such as 0.375"),
+        (["--tokens", "0"], "'0' must be a whole number, 1 or more: give one such as 96"),
+        (["--text-tokens", "many"], "'many' must be a whole number, 1 or more"),
+        (["--hidden", "100"], "100 must be a multiple of 32: give 128"),
+    ],
+)
+def test_wrong_numbers_of_the_demo_are_told(args, text, capsys):
+    with pytest.raises(SystemExit) as ended:
+        demo.main(args)
+    assert ended.value.code == 2 and text in capsys.readouterr().err
 
 
 def test_the_text_is_the_same_over_every_lane(capsys):

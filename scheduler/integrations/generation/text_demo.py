@@ -13,6 +13,7 @@ from trilane.bundled_model import TINY
 from trilane.integrations.generation.decode import Step, decode, sampler
 from trilane.integrations.generation.identity import all_resident, compare_steps, other_scheduler
 from trilane.integrations.generation.text_model import TextModel, open_text_model
+from trilane.shared_cores import sharing_text
 
 PROMPT = "And the king said unto the prophet,"
 SLOTS = 0.125
@@ -47,17 +48,22 @@ def _compare(opened: TextModel, num_tokens: int, prompt: str) -> bool:
     print(f"slots for {SLOTS:.1%} of the experts (the first run: all), {num_tokens} tokens of one seed")
     print(f"{'run':16s} {'tokens/s':>9s} {'hit rate':>9s}  text and logits")
     _print_row("all resident", num_tokens / seconds, 1.0, "")
-    is_same = True
+    is_same, rates = True, dict[str, float]()
     for name, policy in LANES.items():
         with ExitStack() as stack:
             options = {"cache": {"fraction": SLOTS}, "policy": policy}
             other = stack.enter_context(other_scheduler(handle, options))
             found, seconds = _timed(decode(other, ids, mask, num_tokens, sampler(TEMPERATURE, SEED)))
             rate = other.scheduler.stats().hit_rate or 0.0
+            runner = other.scheduler._runner
+            threads = runner.num_threads, runner.device.budget.num_concurrent
         differences = compare_steps(wanted, found)
         is_same &= not differences
-        _print_row(name, num_tokens / seconds, rate, f"FAILED: {differences[0]}" if differences else "identical")
-    print()
+        rates[name] = num_tokens / seconds
+        _print_row(name, rates[name], rate, f"FAILED: {differences[0]}" if differences else "identical")
+    *alone, together = rates.values()
+    reason = sharing_text(*threads, max(alone) / together)
+    print(f"{reason}\n" if reason else "")
     return is_same
 
 
