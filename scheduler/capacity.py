@@ -7,6 +7,7 @@ known here.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -25,7 +26,7 @@ from trilane.model_sizes import ModelSizes
 from trilane.policy import num_slots
 from trilane.probes.machine import available_nbytes
 
-__all__ = ["RESERVE_NBYTES", "Capacity", "HostMemory", "Shortage", "Vram"]
+__all__ = ["RESERVE_NBYTES", "Capacity", "HostMemory", "Shortage", "Vram", "cut_text"]
 
 
 @dataclass(frozen=True)
@@ -200,8 +201,7 @@ class Capacity:
                 f"a context of {self.context:,} is more than the {kv.max_context:,} that the model is made for"
             )
         if self.wanted is not None and self.wanted * self.layer_slots > self.num_shards:
-            most = self.num_shards // self.layer_slots
-            found.append(f"--slots {self.wanted:,} is more than a layer has experts: {most:,} are counted")
+            found.append(cut_text("--slots", self.wanted, [layer.num_experts for layer in self.sizes.moe_layers]))
         if slots is None:
             found.append("device memory is not known, so there is no number of slots: give --vram or --slots")
         elif slots == 0:
@@ -240,6 +240,13 @@ class Capacity:
             fits = (replace(self, context=middle).room_nbytes or 0) >= 0
             low, high = (middle, high) if fits else (low, middle - 1)
         return low
+
+
+def cut_text(option: str, value: int | str, num_experts: Sequence[int]) -> str:
+    """What people are told where an option asks for more slots than there are shards in layers of so many experts."""
+    experts = "every expert" if option == "--vram" else f"all {sum(num_experts):,} experts"
+    layers = f", {max(num_experts)} a layer" if option == "--slots" else ""
+    return f"{option} {value} is more than the model needs: slots for {experts}{layers}, are used"
 
 
 def gb_text(nbytes: float) -> str:

@@ -90,10 +90,11 @@ def test_a_user_without_a_gpu_sees_one_line():
 @pytest.mark.parametrize(
     ("words", "text"),
     [
-        (["step", "--device", "rocm"], "'rocm' is no device that steps run on: use host or cuda"),
+        (["step", "--device", "rocm"], "'rocm' is no device to choose here: use host or cuda"),
+        (["step", "--slots", "0.5"], "is for --device cuda"),
         (["step", "--device", "cuda", "--played"], "host device only"),
         (["step", "--device", "cuda", "--slots", "1.5"], "'1.5' must be a number from 0 to 1: give one such as 0.25"),
-        (["lanes", "--device", "tpu"], "'tpu' is no device: use cuda, host or both"),
+        (["lanes", "--device", "tpu"], "'tpu' is no device to choose here: use host, cuda or both"),
         (["lanes", "--hits", "9", "--misses", "9"], "18 of 32 experts"),
         (["lanes", "--format", "q5"], "q5"),
     ],

@@ -85,7 +85,8 @@ def test_more_slots_than_experts_are_told(model):
     found = json.loads(
         run("plan", str(model), "--ram", "64GiB", "--vram", "40GiB", "--slots", "500", "--no-speed", "--json").stdout
     )
-    assert "--slots 500 is more than a layer has experts: 128 are counted" in found["notes"]
+    told = "--slots 500 is more than the model needs: slots for all 6,144 experts, 128 a layer, are used"
+    assert told in found["notes"]
     assert found["memory"]["experts_a_layer"] == 128
 
 

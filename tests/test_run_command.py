@@ -177,11 +177,33 @@ def test_a_checkpoint_of_transformers(tmp_path):
     [
         (("run", "tiny", "--prompt", "a", "--prompts", "tiny"), "one of --prompt and --prompts"),
         (("run", "tiny", "--prompt", "a", "--slots", "1", "--vram", "1MiB"), "one of --slots and --vram"),
+        (("run", "tiny", "--slots", "four"), "'four' must be a whole number, 0 or more: give one such as 8"),
+        (("run", "tiny", "--max-tokens", "9" * 20), "must be a whole number, at most 2147483647: give one such as 128"),
+        (("run", "tiny", "--seed", "-1"), "'-1' must be a whole number, 0 or more"),
+        (("run", "tiny", "--temperature", "nan"), "'nan' must be a number from 0"),
+        (("run", "tiny", "--torch-threads", "9" * 11), "must be a whole number, at most 1024: give one such as 2"),
+        (("run", "tiny", "--device", "tpu"), "'tpu' is no device to choose here: use auto, host or cuda"),
+        (("identity", "--device", "tpu"), "'tpu' is no device to choose here: use auto, host or cuda"),
+        (("serve", "tiny", "--port", "99999"), "'99999' must be a whole number, at most 65535: give one such as 8000"),
     ],
 )
 def test_wrong_usage(args, text):
     result = run(*args)
     assert result.exit_code == 2 and text in " ".join(result.stderr.replace("│", " ").split())
+
+
+@pytest.mark.parametrize(
+    ("args", "told"),
+    [
+        (("--slots", 99), "--slots 99 is more than the model needs: slots for all 64 experts, 16 a layer, are used"),
+        (("--vram", "1GiB"), "--vram 1GiB is more than the model needs: slots for every expert, are used"),
+        (("--slots", 16), ""),
+        (("--vram", "2MiB"), ""),
+    ],
+)
+def test_more_slots_than_experts_are_told(args, told):
+    result = text_of("run", "tiny", "--prompt", PROMPT, "--max-tokens", 1, "--device", "host", *args)
+    assert result.stderr == (f"trilane: {told}\n" if told else "")
 
 
 def test_what_is_no_model_is_refused(tmp_path):

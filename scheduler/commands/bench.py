@@ -13,12 +13,13 @@ import typer
 from trilane.commands.bench_cuda import bench_lanes, run_cuda_steps
 from trilane.commands.console import checked, collected, open_console, print_table
 from trilane.commands.numbers import number, whole
+from trilane.commands.options import DEVICE, FILE, FORMAT, GB_S, NAME, PART, US, AsJson, N, device_option
 
 if TYPE_CHECKING:
     from trilane.probes.cpu_experts import ExpertRate
     from trilane.step_bench import StepRow
 
-bench_app = typer.Typer(no_args_is_help=True, help="Measure: kernels, steps, lanes.")
+bench_app = typer.Typer(no_args_is_help=True, help="Measure kernels, steps and lanes on this machine.")
 
 bench_app.command("lanes")(bench_lanes)
 
@@ -31,7 +32,8 @@ def _bench() -> None:
 @bench_app.command("cpu")
 def bench_cpu(
     formats: Annotated[
-        list[str] | None, typer.Option("--format", "-f", help="Weight format; repeat it. Default: all.")
+        list[str] | None,
+        typer.Option("--format", "-f", metavar=FORMAT, help="Weight format; repeat it. Default: all."),
     ] = None,
     threads: Annotated[
         list[int] | None,
@@ -39,23 +41,34 @@ def bench_cpu(
             "--threads",
             "-t",
             parser=whole(1, 2),
-            metavar="NUMBER",
+            metavar=N,
             help="Number of threads; repeat it. Default: 1 and all.",
         ),
     ] = None,
     shapes: Annotated[
         list[str] | None,
-        typer.Option("--shape", "-s", help="ROWSxCOLUMNS; repeat it. Default: of an expert and a shard."),
+        typer.Option(
+            "--shape",
+            "-s",
+            metavar="ROWSxCOLUMNS",
+            help="Shape of a matrix; repeat it. Default: those of an expert and a shard.",
+        ),
     ] = None,
     isa: Annotated[
-        str | None, typer.Option(help="Instruction set: avx512, avx2 or portable. Default: the best.")
+        str | None,
+        typer.Option(metavar=NAME, help="Instruction set: avx512, avx2 or portable. Default: the best."),
     ] = None,
     ggml: Annotated[
-        Path | None, typer.Option(help="ggml's CPU library or its folder, to compare with.", exists=True)
+        Path | None,
+        typer.Option(
+            metavar=FILE,
+            exists=True,
+            help="ggml's CPU library or its folder, to compare with. Default: the extra's, if it is there.",
+        ),
     ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")] = False,
+    as_json: AsJson = False,
 ) -> None:
-    """Speed of the CPU kernels against what memory can deliver, and against ggml where it is found."""
+    """Measure the CPU kernels against what memory can deliver, and against ggml where it is found."""
     from trilane.probes.cpu_experts import SHAPES, measure_cpu_experts
     from trilane.probes.ggml import find_ggml
     from trilane.probes.machine import describe_machine
@@ -155,17 +168,17 @@ def bench_step(
             "--misses",
             "-m",
             parser=whole(0, 2),
-            metavar="NUMBER",
-            help="Missing experts; repeat it. Default: 0 to top-k.",
+            metavar=N,
+            help="Missing experts of a step; repeat it. Default: 0 to --top-k.",
         ),
     ] = None,
-    hidden: Annotated[int, typer.Option(parser=whole(32, 2048), metavar="NUMBER", help="Hidden size.")] = 2048,
+    hidden: Annotated[int, typer.Option(parser=whole(32, 2048), metavar=N, help="Hidden size.")] = 2048,
     intermediate: Annotated[
-        int, typer.Option(parser=whole(32, 768), metavar="NUMBER", help="Intermediate size of an expert.")
+        int, typer.Option(parser=whole(32, 768), metavar=N, help="Intermediate size of an expert.")
     ] = 768,
-    experts: Annotated[int, typer.Option(parser=whole(2, 32), metavar="NUMBER", help="Experts of the layer.")] = 32,
-    top_k: Annotated[int, typer.Option(parser=whole(1, 8), metavar="NUMBER", help="Experts of a token.")] = 8,
-    format_name: Annotated[str, typer.Option("--format", "-f", help="Weight format.")] = "q4_k",
+    experts: Annotated[int, typer.Option(parser=whole(2, 32), metavar=N, help="Experts of the layer.")] = 32,
+    top_k: Annotated[int, typer.Option(parser=whole(1, 8), metavar=N, help="Experts of a token.")] = 8,
+    format_name: Annotated[str, typer.Option("--format", "-f", metavar=FORMAT, help="Weight format.")] = "q4_k",
     played: Annotated[
         bool, typer.Option("--played", help="Play three links, a device and a CPU lane that this machine can hold.")
     ] = False,
@@ -174,39 +187,51 @@ def bench_step(
         typer.Option(
             "--link-gb-s",
             parser=number(0, 25, above=True),
-            metavar="NUMBER",
-            help="Play a link of this speed; repeat it to compare.",
+            metavar=GB_S,
+            help="Speed of a link that is played, GB/s; repeat it to compare. Default: the machine's own.",
         ),
     ] = None,
     link_fix_us: Annotated[
-        float, typer.Option(parser=number(0, 10), metavar="NUMBER", help="Play so many us for each copy.")
+        float,
+        typer.Option(
+            parser=number(0, 10), metavar=US, help="Time of each copy over a played link beside its bytes, us."
+        ),
     ] = 10.0,
     hit_gb_s: Annotated[
         float | None,
-        typer.Option(parser=number(0, 800, above=True), metavar="NUMBER", help="Play a device of this speed."),
+        typer.Option(
+            parser=number(0, 800, above=True),
+            metavar=GB_S,
+            help="Speed of a device that is played, GB/s. Default: the machine's own.",
+        ),
     ] = None,
     cpu_gb_s: Annotated[
         float | None,
-        typer.Option(parser=number(0, 60, above=True), metavar="NUMBER", help="Play a CPU lane of this speed."),
+        typer.Option(
+            parser=number(0, 60, above=True),
+            metavar=GB_S,
+            help="Speed of a CPU lane that is played, GB/s. Default: the machine's own.",
+        ),
     ] = None,
-    repeats: Annotated[int, typer.Option(parser=whole(2, 40), metavar="NUMBER", help="Steps of each kind.")] = 40,
-    device: Annotated[str, typer.Option(help="host, or cuda: an NVIDIA GPU.")] = "host",
-    layers: Annotated[int, typer.Option(parser=whole(1, 8), metavar="NUMBER", help="Layers of a graph (cuda).")] = 8,
+    repeats: Annotated[int, typer.Option(parser=whole(2, 40), metavar=N, help="Steps of each kind.")] = 40,
+    device: Annotated[str, typer.Option(metavar=DEVICE, help="host or cuda.")] = "host",
+    layers: Annotated[int, typer.Option(parser=whole(1, 8), metavar=N, help="Layers of a graph (cuda).")] = 8,
     slots: Annotated[
         list[float] | None,
         typer.Option(
             "--slots",
             parser=number(0, 0.25, most=1),
-            metavar="NUMBER",
-            help="Part of all experts with slots (cuda); repeat it.",
+            metavar=PART,
+            help="Part of all experts that have slots, 0 to 1 (cuda); repeat it. Default: 0.25, 0.5 and 1.",
         ),
     ] = None,
     profile_path: Annotated[
-        Path | None, typer.Option("--profile", help="Profile to predict with (cuda). Default: measured.", exists=True)
+        Path | None,
+        typer.Option("--profile", metavar=FILE, exists=True, help="Profile to predict with (cuda). Default: measured."),
     ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")] = False,
+    as_json: AsJson = False,
 ) -> None:
-    """Whole layer-steps by residency and misses: predicted, measured, and the limit of bytes over rates."""
+    """Measure whole layer-steps by residency and misses, beside their prediction and the limit of bytes over rates."""
     from trilane.config import Config
     from trilane.probes.machine import describe_machine
     from trilane.start_profile import start_profile
@@ -231,13 +256,15 @@ def bench_step(
         rule = f"{max(counts)} misses of a token's {top_k} experts: give {top_k} at most, or a larger --top-k"
         raise typer.BadParameter(rule, param_hint="--misses")
     shape = StepShape(hidden, intermediate, experts, top_k, names[0])
-    if device == "cuda":
+    if device_option(device, ("host", "cuda")) == "cuda":
         if played or link_gb_s or hit_gb_s is not None or cpu_gb_s is not None:
             rule = "rates are played on the host device only: leave out --device cuda, or the rates"
             raise typer.BadParameter(rule, param_hint="--device")
         return run_cuda_steps(shape, layers, slots, counts, repeats, profile_path, as_json)
-    if device != "host":
-        raise typer.BadParameter(f"{device!r} is no device that steps run on: use host or cuda", param_hint="--device")
+    for option, value in (("--slots", slots), ("--profile", profile_path)):
+        if value is not None:
+            rule = "is for --device cuda; on the host device half of the experts have slots: leave it out"
+            raise typer.BadParameter(rule, param_hint=option)
     profile = start_profile(None, Config())
     given = {"hit_gb_s": hit_gb_s, "cpu_gb_s": cpu_gb_s}
     links = [

@@ -12,6 +12,7 @@ import typer
 
 from trilane.commands.console import checked, collected, open_console, print_table
 from trilane.commands.numbers import number, whole
+from trilane.commands.options import DEVICE, FILE, FORMAT, PART, AsJson, N, device_option
 
 if TYPE_CHECKING:
     from trilane.cuda_step_bench import CudaStepRow
@@ -120,34 +121,36 @@ def _step_cells(row: CudaStepRow) -> list[str]:
 
 
 def bench_lanes(
-    device: Annotated[str, typer.Option(help="cuda, host, or both.")] = "both",
-    hits: Annotated[int, typer.Option(parser=whole(0, 4), metavar="NUMBER", help="Resident experts of a step.")] = 4,
-    misses: Annotated[int, typer.Option(parser=whole(1, 4), metavar="NUMBER", help="Missing experts of a step.")] = 4,
+    device: Annotated[
+        str, typer.Option(metavar=DEVICE, help="host, cuda or both; both: the GPU's where there is one.")
+    ] = "both",
+    hits: Annotated[int, typer.Option(parser=whole(0, 4), metavar=N, help="Resident experts of a step.")] = 4,
+    misses: Annotated[int, typer.Option(parser=whole(1, 4), metavar=N, help="Missing experts of a step.")] = 4,
     slots: Annotated[
         float,
         typer.Option(
-            parser=number(0, 0.25, most=1), metavar="NUMBER", help="Part of all experts that have slots on the GPU."
+            parser=number(0, 0.25, most=1), metavar=PART, help="Part of all experts that have slots, 0 to 1 (cuda)."
         ),
     ] = 0.25,
-    hidden: Annotated[int, typer.Option(parser=whole(32, 2048), metavar="NUMBER", help="Hidden size.")] = 2048,
+    hidden: Annotated[int, typer.Option(parser=whole(32, 2048), metavar=N, help="Hidden size.")] = 2048,
     intermediate: Annotated[
-        int, typer.Option(parser=whole(32, 768), metavar="NUMBER", help="Intermediate size of an expert.")
+        int, typer.Option(parser=whole(32, 768), metavar=N, help="Intermediate size of an expert.")
     ] = 768,
-    experts: Annotated[int, typer.Option(parser=whole(2, 32), metavar="NUMBER", help="Experts of a layer.")] = 32,
-    layers: Annotated[
-        int, typer.Option(parser=whole(1, 8), metavar="NUMBER", help="Layers of a graph on the GPU.")
-    ] = NUM_LAYERS,
-    format_name: Annotated[str, typer.Option("--format", "-f", help="Weight format.")] = "q4_k",
-    repeats: Annotated[int, typer.Option(parser=whole(1, 40), metavar="NUMBER", help="Tokens of each kind.")] = 40,
-    profile: Annotated[Path | None, typer.Option(help="Profile for the split. Default: measured.", exists=True)] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")] = False,
+    experts: Annotated[int, typer.Option(parser=whole(2, 32), metavar=N, help="Experts of the layer.")] = 32,
+    layers: Annotated[int, typer.Option(parser=whole(1, 8), metavar=N, help="Layers of a graph (cuda).")] = NUM_LAYERS,
+    format_name: Annotated[str, typer.Option("--format", "-f", metavar=FORMAT, help="Weight format.")] = "q4_k",
+    repeats: Annotated[int, typer.Option(parser=whole(1, 40), metavar=N, help="Tokens of each kind.")] = 40,
+    profile: Annotated[
+        Path | None,
+        typer.Option(metavar=FILE, exists=True, help="Profile that splits are made with. Default: measured."),
+    ] = None,
+    as_json: AsJson = False,
 ) -> None:
-    """Each lane alone and all together on the same misses; on a GPU also from memory that is not pinned."""
+    """Measure each lane alone and all together on the same misses; on a GPU also from memory that is not pinned."""
     from trilane.lane_bench import measure_cuda_lanes, measure_host_lanes, pinned_gains
     from trilane.random_store import StepShape, random_store
 
-    if device not in ("cuda", "host", "both"):
-        raise typer.BadParameter(f"{device!r} is no device: use cuda, host or both", param_hint="--device")
+    device_option(device, ("host", "cuda", "both"))
     if hits + misses > experts // 2:
         most = f"give {experts // 2} hits and misses at most, or more --experts"
         rule = f"a step of {hits + misses} of {experts} experts: {most}"

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from trilane.commands.console import open_console
+from trilane.commands.options import AsJson
 
 if TYPE_CHECKING:
     from trilane.errors import ConfigError
@@ -19,13 +20,16 @@ _SCHEMA = 1
 
 def show_config(
     file: Annotated[
-        Path | None, typer.Argument(help="YAML file. Default: the one that TRILANE_CONFIG names, if any.")
+        Path | None,
+        typer.Argument(metavar="FILE", help="YAML file. Default: the one that TRILANE_CONFIG names, if any."),
     ] = None,
     settings: Annotated[
         list[str] | None,
-        typer.Option("--set", metavar="SECTION.OPTION=VALUE", help="Set an option over all else; repeat it."),
+        typer.Option(
+            "--set", metavar="SECTION.OPTION=VALUE", help="Option that goes before all else; repeat it. Default: none."
+        ),
     ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")] = False,
+    as_json: AsJson = False,
     example: Annotated[bool, typer.Option("--example", help="Print a commented file with every option.")] = False,
 ) -> None:
     """Check a configuration and show what applies, and whether file, variable or --set said so.

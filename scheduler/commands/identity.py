@@ -7,28 +7,36 @@ from typing import Annotated
 
 import typer
 
-from trilane.commands.model_options import MODEL_HELP, check_files
+from trilane.commands.model_options import MODEL_HELP, Device, check_early
+from trilane.commands.numbers import whole
+from trilane.commands.options import FILE, N
 
 WARM_TOKENS = 16  # of the quick way
 
 
 def identity(
     model: Annotated[str, typer.Argument(metavar="MODEL", help=MODEL_HELP)] = "tiny",
-    prompts: Annotated[Path, typer.Option(help="A file with one prompt a line; 'tiny': the twenty that come with it.")]
-    = Path("tiny"),
-    max_tokens: Annotated[int, typer.Option(min=1, help="Tokens for each prompt.")] = 128,
-    quick: Annotated[bool, typer.Option("--quick", help="One size, one thread, short warm runs.")] = False,
-    device: Annotated[str, typer.Option(help="auto, host or cuda.")] = "auto",
-) -> None:  # fmt: skip
-    """Decode prompts with every expert in a slot, then with few slots, each lane alone and all, 1 and 2 threads, cold
-    and warm: every token and every bit of every logit must be the same.
+    prompts: Annotated[
+        Path,
+        typer.Option(metavar=FILE, help="File with one prompt a line, or 'tiny' for the twenty that come with it."),
+    ] = Path("tiny"),
+    max_tokens: Annotated[
+        int, typer.Option(parser=whole(1, 128), metavar=N, help="Tokens for each prompt, at most.")
+    ] = 128,
+    quick: Annotated[
+        bool, typer.Option("--quick", help="Try one size and one thread only, with short warm runs.")
+    ] = False,
+    device: Device = "auto",
+) -> None:
+    """Check that slots, lanes and threads change no bit of what a model writes.
 
-    Exit code 1 at the first difference.
+    Prompts are decoded with every expert in a slot, then with few slots, each lane alone and all, 1 and 2 threads, cold
+    and warm: every token and every bit of every logit must be the same. Exit code 1 at the first difference.
     """
     from trilane.commands.text_extra import need_text_extra
 
     need_text_extra("trilane identity")
-    check_files(model, None)
+    check_early(model, device)
     import torch
 
     from trilane.errors import TrilaneError

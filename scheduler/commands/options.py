@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -14,6 +15,12 @@ MACHINE_HELP = (
     "A bundled machine (a wrong name lists them), 'this' for what trilane probe measured here, or the JSON file of a "
     "profile. Default: rtx3090-ddr4."
 )
+# What a value is, for usage lines: one word for each kind. Numbers of a unit are called by it.
+N, NUMBER, PART, SIZE, GB_S, US = "N", "NUMBER", "PART", "SIZE", "GB/S", "US"
+TEXT, NAME, FILE, FOLDER, FORMAT, DEVICE, MACHINE = "TEXT", "NAME", "FILE", "FOLDER", "FORMAT", "DEVICE", "MACHINE"
+METAVARS = frozenset({N, NUMBER, PART, SIZE, GB_S, US, TEXT, NAME, FILE, FOLDER, FORMAT, DEVICE, MACHINE})
+
+AsJson = Annotated[bool, typer.Option("--json", help="Print JSON instead of tables.")]
 
 
 LEAST_MEMORY = 1 << 20  # bytes: who gives fewer of a whole memory, and no unit, forgot it
@@ -40,6 +47,14 @@ def size_option(option: str, text: str | None, *, of_memory: bool = True) -> int
             f"{text[:60]!r} is more than any memory has: give a size such as 16GiB", param_hint=option
         )
     return nbytes
+
+
+def device_option(name: str, devices: Sequence[str]) -> str:
+    """The device's name, if it is one of those; else wrong usage."""
+    if name not in devices:
+        known = f"{', '.join(devices[:-1])} or {devices[-1]}"
+        raise typer.BadParameter(f"{name[:60]!r} is no device to choose here: use {known}", param_hint="--device")
+    return name
 
 
 def machine_option(name: str | None, format_name: str | None = None, gap_us: float | None = None) -> ReplayMachine:

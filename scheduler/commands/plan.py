@@ -9,7 +9,17 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from trilane.commands.numbers import whole
-from trilane.commands.options import MACHINE_HELP, machine_option, size_option
+from trilane.commands.options import (
+    FILE,
+    FORMAT,
+    MACHINE,
+    MACHINE_HELP,
+    SIZE,
+    AsJson,
+    N,
+    machine_option,
+    size_option,
+)
 
 if TYPE_CHECKING:
     from trilane.capacity import Capacity, HostMemory, Vram
@@ -24,38 +34,48 @@ def plan(
     model: Annotated[
         Path,
         typer.Argument(
-            metavar="MODEL", help="GGUF file, safetensors folder, config.json, a folder with one of these, or 'tiny'."
+            metavar="MODEL",
+            help="A GGUF file, a folder of a GGUF or safetensors model, a config.json, or 'tiny' for the model that "
+            "comes with trilane.",
         ),
     ],
     format_name: Annotated[
         str | None,
-        typer.Option("--format", help="Weight format of the routed experts. Default: the files'; of config.json q4_k."),
+        typer.Option(
+            "--format",
+            metavar=FORMAT,
+            help="Weight format of the routed experts. Default: the files'; of config.json q4_k.",
+        ),
     ] = None,
-    context: Annotated[
-        int, typer.Option(parser=whole(1, 8192), metavar="NUMBER", help="Tokens in the KV cache.")
-    ] = 8192,
+    context: Annotated[int, typer.Option(parser=whole(1, 8192), metavar=N, help="Tokens in the KV cache.")] = 8192,
     vram: Annotated[
         str | None,
-        typer.Option(help="Device memory that is free, such as 24GiB. Default: --machine's, else what is free here."),
+        typer.Option(
+            metavar=SIZE,
+            help="Device memory that is free, such as 24GiB. Default: --machine's, else what is free here.",
+        ),
     ] = None,
     ram: Annotated[
-        str | None, typer.Option(help="Host memory that is free, such as 64GiB. Default: what is free here.")
+        str | None,
+        typer.Option(metavar=SIZE, help="Host memory that is free, such as 64GiB. Default: what is free here."),
     ] = None,
     slots: Annotated[
         int | None,
-        typer.Option(
-            parser=whole(0, 8), metavar="NUMBER", help="Slots for so many experts a layer. Default: all that fit."
-        ),
+        typer.Option(parser=whole(0, 8), metavar=N, help="Slots for so many experts a layer. Default: all that fit."),
     ] = None,
     reserve: Annotated[
-        str | None, typer.Option(help="Device memory to leave to others. Default: 512MiB, as schedulers do.")
+        str | None,
+        typer.Option(
+            metavar=SIZE, help="Device memory to leave to others, such as 1GiB. Default: 512MiB, as schedulers do."
+        ),
     ] = None,
-    machine: Annotated[str | None, typer.Option(help=MACHINE_HELP)] = None,
+    machine: Annotated[str | None, typer.Option(metavar=MACHINE, help=MACHINE_HELP)] = None,
     trace: Annotated[
-        Path | None, typer.Option(help="Routing trace of this model. Default: routing is assumed, and said to be.")
+        Path | None,
+        typer.Option(metavar=FILE, help="Routing trace of this model. Default: routing is assumed, and said to be."),
     ] = None,
     speed: Annotated[bool, typer.Option("--speed/--no-speed", help="Also say what speed to expect.")] = True,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of tables.")] = False,
+    as_json: AsJson = False,
 ) -> None:
     """Say before anything is loaded whether a model fits, where its bytes go, how many slots it gets, and how fast.
 

@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from trilane.commands.options import DEVICE, FILE, AsJson, device_option
+
 if TYPE_CHECKING:
     from trilane.calibrate import Calibration
 
@@ -21,22 +23,24 @@ Report = Callable[[str, float], None]
 
 
 def probe(
-    quick: Annotated[bool, typer.Option("--quick", help="A few seconds instead of half a minute.")] = False,
+    quick: Annotated[bool, typer.Option("--quick", help="Measure for a few seconds instead of half a minute.")] = False,
     output: Annotated[
         Path | None,
         typer.Option(
-            "--output", "-o", help="Save the profile here instead of in the cache folder; a GPU's beside the host's."
+            "--output",
+            "-o",
+            metavar=FILE,
+            help="File for the profile; a GPU's goes beside the host's. Default: one in the cache folder.",
         ),
     ] = None,
     device: Annotated[
-        str, typer.Option("--device", help="host, cuda, or auto: the host, then the GPU if there is one.")
+        str,
+        typer.Option(metavar=DEVICE, help="auto, host or cuda; auto: the host, then the GPU if there is one."),
     ] = "auto",
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of tables.")] = False,
+    as_json: AsJson = False,
 ) -> None:
     """Measure this machine and save its profile, which schedulers plan from; that of its GPU, too."""
-    if device not in DEVICES:
-        raise typer.BadParameter(f"{device!r} is none of {', '.join(DEVICES)}", param_hint="--device")
-    names = _devices(device)
+    names = _devices(device_option(device, DEVICES))
     targets = _targets(names, output)
     found: dict[str, Calibration] = {}
     saved: dict[str, Path | None] = {}

@@ -12,7 +12,7 @@ import typer
 
 from trilane.commands.console import open_console
 from trilane.commands.numbers import whole
-from trilane.commands.options import size_option
+from trilane.commands.options import FILE, NAME, SIZE, TEXT, AsJson, N, size_option
 
 if TYPE_CHECKING:
     from trilane.traces.trace_summary import TraceSummary
@@ -22,27 +22,44 @@ _SCHEMA = 1
 
 
 def record(
-    file: Annotated[Path, typer.Argument(help="Trace file; a recording of the same model is appended to.")],
-    command: Annotated[list[str] | None, typer.Argument(help="Program to run, after --.")] = None,
+    file: Annotated[
+        Path, typer.Argument(metavar="FILE", help="Trace file; a recording of the same model is appended to.")
+    ],
+    command: Annotated[
+        list[str] | None, typer.Argument(metavar="PROGRAM...", help="Program to run with its arguments, after --.")
+    ] = None,
     import_file: Annotated[
-        Path | None, typer.Option("--import", help="Take the trace from this file (.npz, or another trace).")
+        Path | None,
+        typer.Option("--import", metavar=FILE, help="Trace file or .npz to take the trace from. Default: none."),
     ] = None,
     show: Annotated[bool, typer.Option("--show", help="Only show what FILE holds.")] = False,
-    model: Annotated[str | None, typer.Option(help="Name of the model of an imported trace.")] = None,
+    model: Annotated[
+        str | None, typer.Option(metavar=NAME, help="Model of an imported trace. Default: what the file says.")
+    ] = None,
     expert_bytes: Annotated[
-        str | None, typer.Option(help="Bytes of an expert of an imported trace, such as 13.2MB.")
+        str | None,
+        typer.Option(
+            metavar=SIZE, help="Bytes of an expert of an imported trace, such as 13.2MB. Default: what the file says."
+        ),
     ] = None,
     shards: Annotated[
-        int | None, typer.Option(parser=whole(1, 3), metavar="NUMBER", help="Shards of an expert of an imported trace.")
+        int | None,
+        typer.Option(
+            parser=whole(1, 3), metavar=N, help="Shards of an expert of an imported trace. Default: what the file says."
+        ),
     ] = None,
-    source: Annotated[str | None, typer.Option(help="Where an imported trace is from.")] = None,
-    licence: Annotated[str | None, typer.Option(help="Terms of an imported trace.")] = None,
+    source: Annotated[
+        str | None, typer.Option(metavar=TEXT, help="Where an imported trace is from. Default: what the file says.")
+    ] = None,
+    licence: Annotated[
+        str | None, typer.Option(metavar=TEXT, help="Terms of an imported trace. Default: what the file says.")
+    ] = None,
     weights: Annotated[
         bool, typer.Option("--weights/--no-weights", help="Keep the router weights of an imported trace.")
     ] = True,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")] = False,
+    as_json: AsJson = False,
 ) -> None:
-    """Record which experts a program routes to: trilane record FILE -- PROGRAM ARGUMENTS.
+    """Record which experts a program routes to: trilane record FILE -- PROGRAM.
 
     Any program that makes an ExpertScheduler is recorded. Its exit code is passed on.
     """

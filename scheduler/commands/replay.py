@@ -11,8 +11,20 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from trilane.commands.console import open_console
+from trilane.commands.model_options import Vram
 from trilane.commands.numbers import number, whole
-from trilane.commands.options import MACHINE_HELP, machine_option, size_option
+from trilane.commands.options import (
+    FILE,
+    FORMAT,
+    MACHINE,
+    MACHINE_HELP,
+    SIZE,
+    US,
+    AsJson,
+    N,
+    machine_option,
+    size_option,
+)
 
 if TYPE_CHECKING:
     from trilane.config import Config
@@ -26,45 +38,59 @@ _MB = 1e6
 
 def replay(
     file: Annotated[
-        Path | None, typer.Argument(metavar="TRACE", help="Trace file or .npz. Default: the bundled conversation.")
+        Path | None, typer.Argument(metavar="TRACE", help="A trace file or .npz. Default: the bundled conversation.")
     ] = None,
     slots: Annotated[
-        int | None, typer.Option(parser=whole(0, 8), metavar="NUMBER", help="Slots for so many experts a layer.")
+        int | None,
+        typer.Option(
+            parser=whole(0, 8), metavar=N, help="Slots for so many experts a layer. Default: what the policy says."
+        ),
     ] = None,
     slots_total: Annotated[
-        int | None, typer.Option(parser=whole(0, 192), metavar="NUMBER", help="Slots for so many experts in all.")
+        int | None,
+        typer.Option(
+            parser=whole(0, 192), metavar=N, help="Slots for so many experts in all. Default: what the policy says."
+        ),
     ] = None,
-    vram: Annotated[str | None, typer.Option(help="Slots that fit into so many bytes, such as 8GiB.")] = None,
-    machine: Annotated[
-        str | None,
-        typer.Option(help=MACHINE_HELP),
-    ] = None,
+    vram: Vram = None,
+    machine: Annotated[str | None, typer.Option(metavar=MACHINE, help=MACHINE_HELP)] = None,
     policies: Annotated[
         list[Path] | None,
-        typer.Option("--policy", help="Configuration file; repeat it to compare. Default: no file."),
+        typer.Option("--policy", metavar=FILE, help="Configuration file; repeat it to compare. Default: no file."),
     ] = None,
-    expert_bytes: Annotated[str | None, typer.Option(help="Bytes of an expert. Default: what the trace says.")] = None,
+    expert_bytes: Annotated[
+        str | None,
+        typer.Option(metavar=SIZE, help="Bytes of an expert, such as 13.2MB. Default: what the trace says."),
+    ] = None,
     shards: Annotated[
         int | None,
         typer.Option(
             parser=whole(1, 3),
-            metavar="NUMBER",
-            help="Shards of an expert, each placed by itself. Default: as the trace says.",
+            metavar=N,
+            help="Shards of an expert, each placed by itself. Default: what the trace says.",
         ),
     ] = None,
     format_name: Annotated[
-        str | None, typer.Option("--format", help="Weight format whose rates of a profile are used.")
+        str | None,
+        typer.Option(
+            "--format",
+            metavar=FORMAT,
+            help="Weight format whose rates of a profile are used. Default: q4_k, or else the profile's first.",
+        ),
     ] = None,
     gap_us: Annotated[
         float | None,
-        typer.Option(parser=number(0, 60), metavar="NUMBER", help="us between two MoE layers. Default: the machine's."),
+        typer.Option(parser=number(0, 60), metavar=US, help="Time between two MoE layers, us. Default: the machine's."),
     ] = None,
     tokens: Annotated[
         int | None,
-        typer.Option(parser=whole(1, 1000), metavar="NUMBER", help="Only the first so many passes over the layers."),
+        typer.Option(parser=whole(1, 1000), metavar=N, help="Passes over the layers, the trace's first. Default: all."),
     ] = None,
     batch: Annotated[
-        int | None, typer.Option(parser=whole(1, 4), metavar="NUMBER", help="Tokens as so many streams side by side.")
+        int | None,
+        typer.Option(
+            parser=whole(1, 4), metavar=N, help="Streams that tokens are put side by side in. Default: as recorded."
+        ),
     ] = None,
     single_lanes: Annotated[
         bool, typer.Option("--single-lanes/--no-single-lanes", help="Also replay with each lane alone.")
@@ -72,20 +98,24 @@ def replay(
     references: Annotated[
         bool,
         typer.Option(
-            "--references", help="Beside them a fixed rule, a static hot list, and one that knows the future."
+            "--references", help="Also replay a fixed rule, a static hot list, and one that knows the future."
         ),
     ] = False,
     more_vram: Annotated[
-        str | None, typer.Option(help="What so many bytes of slots more would bring, such as 4GiB.")
+        str | None,
+        typer.Option(metavar=SIZE, help="Bytes of slots more, such as 4GiB, to say what they bring. Default: none."),
     ] = None,
     chart: Annotated[
         Path | None,
-        typer.Option(help="Draw speed by slots into this file: .png, .svg or .pdf (needs the extra 'plot')."),
+        typer.Option(
+            metavar=FILE,
+            help="File to draw speed by slots into: .png, .svg or .pdf (needs the extra 'plot'). Default: none.",
+        ),
     ] = None,
     verify_plans: Annotated[
-        bool, typer.Option("--verify", help="Only check that a recorded run's plans come out the same.")
+        bool, typer.Option("--verify", help="Check only that a recorded run's plans come out the same.")
     ] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")] = False,
+    as_json: AsJson = False,
 ) -> None:
     """Replay a routing trace through the live decision code, with the times of a machine of your choice.
 
@@ -159,16 +189,13 @@ def _slot_nbytes(ready: Replay) -> int:
 
 def _tell_cut(ready: Replay, size: dict[str, int | None], said: dict[str, int | str | None]) -> None:
     """Say it where an option asks for more slots than there are shards."""
+    from trilane.capacity import cut_text
     from trilane.config import Config
 
     option, value = next(((name, value) for name, value in said.items() if value is not None), ("", None))
     if value is None or ready.asked_slots(Config(), **size) <= ready.most_slots:
         return
-    experts = "every expert" if option == "--vram" else f"all {sum(ready.meta.num_experts):,} experts"
-    layers = f", {max(ready.meta.num_experts)} a layer" if option == "--slots" else ""
-    typer.echo(
-        f"trilane: {option} {value} is more than the model needs: slots for {experts}{layers}, are used", err=True
-    )
+    typer.echo(f"trilane: {cut_text(option, value, ready.meta.num_experts)}", err=True)
 
 
 def _load(file: Path | None, tokens: int | None, batch: int | None) -> Trace:

@@ -16,21 +16,39 @@ from trilane.commands.model_options import (
     Tokenizer,
     Vram,
     cache_options,
-    check_files,
+    check_early,
+    tell_cut,
 )
+from trilane.commands.numbers import number, whole
+from trilane.commands.options import FILE, NUMBER, TEXT, N
+
+MOST_THREADS = 1024  # of torch, which takes any number and ends the program with one that the system does not give
 
 
 def run(
     model: Annotated[str, typer.Argument(metavar="MODEL", help=MODEL_HELP)],
     prompt: Annotated[
-        str | None, typer.Option(help="Text to go on from. Default: what is typed, line by line, or standard input.")
+        str | None,
+        typer.Option(metavar=TEXT, help="Text to go on from. Default: what is typed, line by line, or standard input."),
     ] = None,
     prompts: Annotated[
-        Path | None, typer.Option(help="A file with one prompt a line; 'tiny' for the twenty that come with it.")
+        Path | None,
+        typer.Option(
+            metavar=FILE, help="File with one prompt a line, or 'tiny' for the twenty that come with it. Default: none."
+        ),
     ] = None,
-    max_tokens: Annotated[int, typer.Option(min=1, help="Tokens for each prompt, at most.")] = 128,
-    temperature: Annotated[float, typer.Option(min=0, help="0: always the likeliest token.")] = 0.0,
-    seed: Annotated[int, typer.Option(min=0, help="Of the tokens drawn at a temperature above 0.")] = 0,
+    max_tokens: Annotated[
+        int, typer.Option(parser=whole(1, 128), metavar=N, help="Tokens for each prompt, at most.")
+    ] = 128,
+    temperature: Annotated[
+        float,
+        typer.Option(
+            parser=number(0, 0.8),
+            metavar=NUMBER,
+            help="0 takes the likeliest token always; above, tokens are drawn.",
+        ),
+    ] = 0.0,
+    seed: Annotated[int, typer.Option(parser=whole(0, 1), metavar=N, help="Seed of the tokens that are drawn.")] = 0,
     slots: Slots = None,
     vram: Vram = None,
     policy: Policy = None,
@@ -38,17 +56,27 @@ def run(
     format_name: Format = None,
     tokenizer: Tokenizer = None,
     torch_threads: Annotated[
-        int | None, typer.Option(min=1, help="Threads of torch. Default: 1 for small models on the host, else torch's.")
+        int | None,
+        typer.Option(
+            parser=whole(1, 2, most=MOST_THREADS),
+            metavar=N,
+            help="Threads of torch. Default: 1 for small models on the host, else torch's.",
+        ),
     ] = None,
-    raw: Annotated[bool, typer.Option("--raw", help="The prompt as it is, without the model's chat template.")] = False,
+    raw: Annotated[
+        bool, typer.Option("--raw", help="Take the prompt as it is, without the model's chat template.")
+    ] = False,
     verify: Annotated[
         bool, typer.Option("--verify", help="Compare every token and every logit's bits with an all-resident run.")
     ] = False,
     compile_model: Annotated[
-        bool, typer.Option("--compile", help="On a GPU: torch.compile the rest of the model first; takes a minute.")
+        bool,
+        typer.Option("--compile", help="On a GPU: let torch.compile join the rest of the model first; takes a minute."),
     ] = False,
-    stats: Annotated[bool, typer.Option("--stats", help="Print what each lane did at the end.")] = False,
-    record: Annotated[Path | None, typer.Option(help="Record the routing to this trace file.")] = None,
+    stats: Annotated[bool, typer.Option("--stats", help="Print at the end what each lane did.")] = False,
+    record: Annotated[
+        Path | None, typer.Option(metavar=FILE, help="Trace file to record the routing to. Default: none.")
+    ] = None,
 ) -> None:
     """Generate text with a model whose experts are in a store: from --prompt, from a file of prompts, or in a chat.
 
@@ -60,7 +88,7 @@ def run(
         raise typer.BadParameter("give one of --prompt and --prompts", param_hint="--prompt")
     options = cache_options(slots, vram)
     need_text_extra("trilane run")
-    check_files(model, policy)
+    check_early(model, device, policy)
     from trilane.integrations.generation import open_text_model, set_torch_threads
     from trilane.integrations.generation.session import Session, ask, read_prompts
 
@@ -73,6 +101,7 @@ def run(
     )  # fmt: skip
     set_torch_threads(opened, torch_threads)
     with opened.handle:
+        tell_cut(opened.handle.scheduler, slots, vram)
         session = Session(opened, max_tokens, temperature, seed, raw, verify, compile_model)
         if given is not None:
             session.run_file(given)

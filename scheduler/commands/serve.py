@@ -15,16 +15,29 @@ from trilane.commands.model_options import (
     Tokenizer,
     Vram,
     cache_options,
-    check_files,
+    check_early,
+    tell_cut,
 )
+from trilane.commands.numbers import whole
+from trilane.commands.options import NAME, N
 
 
 def serve(
     model: Annotated[str, typer.Argument(metavar="MODEL", help=MODEL_HELP)],
-    host: Annotated[str, typer.Option(help="Address to listen at; 0.0.0.0 for all of this machine's.")] = "127.0.0.1",
-    port: Annotated[int, typer.Option(min=0, max=65535, help="0: a free one, which is printed.")] = 8000,
+    host: Annotated[
+        str, typer.Option(metavar="ADDRESS", help="Address to listen at; 0.0.0.0 for all of this machine's.")
+    ] = "127.0.0.1",
+    port: Annotated[
+        int,
+        typer.Option(
+            parser=whole(0, 8000, most=65535),
+            metavar=N,
+            help="Port to listen at; 0: a free one, which is printed.",
+        ),
+    ] = 8000,
     name: Annotated[
-        str | None, typer.Option(help="What requests call the model. Default: the file's or folder's name.")
+        str | None,
+        typer.Option(metavar=NAME, help="What requests call the model. Default: the file's or folder's name."),
     ] = None,
     slots: Slots = None,
     vram: Vram = None,
@@ -41,7 +54,7 @@ def serve(
 
     options = cache_options(slots, vram)
     need_serve_extra("trilane serve")
-    check_files(model, policy)
+    check_early(model, device, policy)
     from trilane.integrations.generation import open_text_model
     from trilane.integrations.serving import open_socket, served_name
     from trilane.integrations.serving import serve as serve_model
@@ -53,6 +66,7 @@ def serve(
             tokenizer=tokenizer, progress="auto",
         )  # fmt: skip
         with opened.handle:
+            tell_cut(opened.handle.scheduler, slots, vram)
             try:
                 serve_model(
                     opened, called, taken, lambda url: typer.echo(f"{called}: {url}/v1, metrics at {url}/metrics")

@@ -100,7 +100,7 @@ def open_text_model(
     name : str
         A GGUF file, a folder of a GGUF model or of a safetensors checkpoint, or "tiny" for the bundled model.
     slots : int, optional
-        Slots for so many experts of each layer.
+        Slots for so many experts of each layer; for all of a layer that has fewer.
     options : mapping, optional
         Options of the configuration that go before all else.
     policy : Path, optional
