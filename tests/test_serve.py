@@ -214,6 +214,12 @@ def test_a_wrong_request_is_told_what_is_wrong(tiny, path, body, text):
         tiny.client.post(f"/{path}", body=body, cast_to=object)
 
 
+@pytest.mark.parametrize("kind", ["application/json", "text/plain"])
+def test_a_body_that_is_no_json_is_told_so(tiny, kind):
+    answer = httpx.post(f"{tiny.url}/v1/completions", content='{"model": ', headers={"Content-Type": kind}, timeout=30)
+    assert answer.status_code == 400 and "must be a JSON object" in answer.json()["error"]["message"]
+
+
 def test_there_is_no_ear(tiny):
     with pytest.raises(openai.NotFoundError, match="text only"):
         tiny.client.audio.transcriptions.create(model="tiny", file=b"RIFF")
@@ -246,6 +252,7 @@ def test_sigterm_ends_it_within_seconds_in_the_midst_of_two_long_texts(tiny):
     assert "stopping" in str(streamed.value.body)
     assert len(ended) == 1 and ended[0].status_code == 503 and "stopping" in str(ended[0])
     assert "Traceback" not in errors and "hit rate" in errors  # what its lanes did, at the end
+    assert "[transformers]" not in errors and "INFO" not in errors  # after all the requests above
 
 
 # --------------------------------------------------------------------------------- without a process of its own
@@ -334,6 +341,37 @@ def test_a_pass_that_fails_leaves_the_turnstile():
 
 def run(*args):
     return CliRunner().invoke(app, ["serve", *map(str, args)])
+
+
+@pytest.mark.parametrize(
+    ("words", "asked", "is_told"),
+    [
+        ([], "warning", {"error"}),
+        ([], "debug", {"error", "warning", "info", "debug"}),
+        (["--verbose"], "warning", {"error", "warning", "info"}),
+    ],
+)
+def test_only_our_lines_are_printed_unless_more_is_asked_for(monkeypatch, words, asked, is_told):
+    from transformers.utils import logging
+
+    found = {}
+
+    def serve(model, name, taken, ready, *, verbose):
+        log = logging.get_logger("transformers.cli.serving.utils")
+        found["told"] = {level for level in logging.log_levels if log.isEnabledFor(logging.log_levels[level])}
+        found["verbose"] = verbose
+
+    monkeypatch.setattr("trilane.integrations.serving.serve", serve)
+    before = logging.get_verbosity()
+    logging.set_verbosity(logging.log_levels[asked])
+    try:
+        result = CliRunner().invoke(app, ["serve", "tiny", "--port", "0", "--device", "host", "--slots", "99", *words])
+        assert logging.get_verbosity() == logging.log_levels[asked]
+    finally:
+        logging.set_verbosity(before)
+    assert result.exit_code == 0 and "--slots 99 is more than the model needs" in result.stderr
+    levels = {"error", "warning", "info", "debug"}
+    assert found["told"] & levels == is_told and found["verbose"] == bool(words)
 
 
 def test_a_port_in_use_is_named_before_a_model_is_loaded(monkeypatch):

@@ -45,6 +45,9 @@ def serve(
     device: Device = "auto",
     format_name: Format = None,
     tokenizer: Tokenizer = None,
+    verbose: Annotated[
+        bool, typer.Option("--verbose", help="Print also what transformers and the server log, each request for one.")
+    ] = False,
 ) -> None:
     """Serve a model to OpenAI's clients, at /v1, with the scheduler's counters for Prometheus at /metrics.
 
@@ -55,12 +58,12 @@ def serve(
     options = cache_options(slots, vram)
     need_serve_extra("trilane serve")
     check_early(model, device, policy)
-    from trilane.integrations.generation import open_text_model
+    from trilane.integrations.generation import open_text_model, quiet_transformers
     from trilane.integrations.serving import open_socket, served_name
     from trilane.integrations.serving import serve as serve_model
 
     called = served_name(model, name)
-    with open_socket(host, port) as taken:
+    with open_socket(host, port) as taken, quiet_transformers(verbose=verbose):
         opened = open_text_model(
             model, slots=slots, options=options, policy=policy, device=device, formats=format_name,
             tokenizer=tokenizer, progress="auto",
@@ -69,7 +72,8 @@ def serve(
             tell_cut(opened.handle.scheduler, slots, vram)
             try:
                 serve_model(
-                    opened, called, taken, lambda url: typer.echo(f"{called}: {url}/v1, metrics at {url}/metrics")
-                )
+                    opened, called, taken, lambda url: typer.echo(f"{called}: {url}/v1, metrics at {url}/metrics"),
+                    verbose=verbose,
+                )  # fmt: skip
             finally:
                 typer.echo(f"\n{opened.handle.stats()}", err=True)

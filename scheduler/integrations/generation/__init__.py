@@ -5,7 +5,12 @@ Importing this imports torch and transformers.
 
 from trilane.integrations.generation.decode import Step, decode
 from trilane.integrations.generation.identity import Difference, all_resident, compare_decoding, decode_all
-from trilane.integrations.generation.text_model import TextModel, open_text_model, set_torch_threads
+from trilane.integrations.generation.text_model import (
+    TextModel,
+    open_text_model,
+    quiet_transformers,
+    set_torch_threads,
+)
 
 __all__ = [
     "Difference",
@@ -16,5 +21,6 @@ __all__ = [
     "decode",
     "decode_all",
     "open_text_model",
+    "quiet_transformers",
     "set_torch_threads",
 ]

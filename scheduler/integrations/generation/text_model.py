@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -130,13 +130,13 @@ def open_text_model(
         if slots is not None:
             shards = sum(min(slots, layer.num_experts) * layer.layout.num_shards for layer in store.layers)
             arguments.setdefault("cache", {})["slots"] = shards
-        with _quiet():
+        with quiet_transformers():
             handle = load_gguf(path, store=store, device=device, config=load_config(policy, arguments=arguments))
         found = gguf_tokenizer(path) if tokenizer is None else _read_tokenizer(own)
     else:
         if slots is not None:
             arguments.setdefault("cache", {})["slots"] = _slots_of_checkpoint(path, slots)
-        with _quiet():
+        with quiet_transformers():
             handle = load(
                 _folder(path), formats=formats, device=device, config=load_config(policy, arguments=arguments),
                 dtype=torch.float32 if device == "host" or not torch.cuda.is_available() else torch.bfloat16,
@@ -197,14 +197,25 @@ def _slots_of_checkpoint(path: Path, slots: int) -> int:
 
 
 @contextmanager
-def _quiet() -> Any:
-    """Without transformers' bars and notes, which would stand among the text."""
-    verbosity, bars = transformers_logging.get_verbosity(), transformers_logging.is_progress_bar_enabled()
-    transformers_logging.set_verbosity_error()
-    transformers_logging.disable_progress_bar()
+def quiet_transformers(*, verbose: bool = False) -> Iterator[None]:
+    """Without transformers' bars and notes, which would stand among ours; its errors are shown.
+
+    Whoever asked it to tell more keeps that: by ``TRANSFORMERS_VERBOSITY=info`` or its own functions.
+
+    Parameters
+    ----------
+    verbose : bool
+        Let it tell what it does, too.
+    """
+    before, bars = transformers_logging.get_verbosity(), transformers_logging.is_progress_bar_enabled()
+    if verbose:
+        transformers_logging.set_verbosity(min(before, transformers_logging.INFO))
+    elif before >= transformers_logging.WARNING:
+        transformers_logging.set_verbosity(max(before, transformers_logging.ERROR))
+        transformers_logging.disable_progress_bar()
     try:
         yield
     finally:
-        transformers_logging.set_verbosity(verbosity)
+        transformers_logging.set_verbosity(before)
         if bars:
             transformers_logging.enable_progress_bar()

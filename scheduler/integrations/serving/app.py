@@ -6,6 +6,7 @@ It knows no socket and no process; ``server.py`` does.
 from __future__ import annotations
 
 from fastapi import FastAPI, HTTPException, Request, Response
+from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
 from prometheus_client import CollectorRegistry, ProcessCollector
 from prometheus_client.exposition import choose_encoder
@@ -50,6 +51,7 @@ def build_app(model: TextModel, name: str) -> FastAPI:
     )
     app.add_exception_handler(TrilaneError, _failed)
     app.add_exception_handler(HTTPException, _refused)
+    app.add_exception_handler(RequestValidationError, _malformed)
     add_metrics(app, SchedulerCollector({name: model.handle}))
     app.add_middleware(Departures)
     return app
@@ -75,6 +77,13 @@ async def _failed(request: Request, error: Exception) -> JSONResponse:
 async def _refused(request: Request, error: HTTPException) -> JSONResponse:
     """A request that the handlers, or the checks before them, did not take."""
     return _error(error.status_code, error.detail, "invalid_request_error")
+
+
+async def _malformed(request: Request, error: RequestValidationError) -> JSONResponse:
+    """A body that is no JSON object, or not said to be one."""
+    found = "; ".join(str(each["msg"]) for each in error.errors())
+    text = f"body: {found}, but it must be a JSON object, sent with Content-Type: application/json"
+    return _error(400, text, "invalid_request_error")
 
 
 def _error(status: int, message: str, kind: str) -> JSONResponse:

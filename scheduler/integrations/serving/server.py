@@ -72,7 +72,14 @@ def url_of(taken: socket.socket) -> str:
     return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
 
-def serve(model: TextModel, name: str, taken: socket.socket, ready: Callable[[str], Any] = lambda url: None) -> None:
+def serve(
+    model: TextModel,
+    name: str,
+    taken: socket.socket,
+    ready: Callable[[str], Any] = lambda url: None,
+    *,
+    verbose: bool = False,
+) -> None:
     """Answer requests until a SIGTERM or Ctrl-C; to be called on the main thread.
 
     Parameters
@@ -85,6 +92,8 @@ def serve(model: TextModel, name: str, taken: socket.socket, ready: Callable[[st
         From :func:`open_socket`; it is closed here.
     ready : callable
         Called with the URL once requests are answered.
+    verbose : bool
+        Let uvicorn log each request, and not failures alone.
 
     Raises
     ------
@@ -95,7 +104,9 @@ def serve(model: TextModel, name: str, taken: socket.socket, ready: Callable[[st
     """
     url, turnstile = url_of(taken), Turnstile(model.handle.model)
     config = uvicorn.Config(
-        build_app(model, name), log_level="warning", timeout_graceful_shutdown=int(GRACE_S) + CLOSE_S
+        build_app(model, name),
+        log_level="info" if verbose else "warning",
+        timeout_graceful_shutdown=int(GRACE_S) + CLOSE_S,
     )
     before = signal.signal(signal.SIGTERM, lambda number, frame: None)  # uvicorn raises it once more at its end
     try:
