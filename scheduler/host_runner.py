@@ -262,8 +262,7 @@ class HostRunner:
 
     def notes(self) -> dict[str, str]:
         """What is inactive on this device, with the reason."""
-        notes = {"pinned": "the host device needs no pinned memory"} | self._warm.notes
-        return notes | ({"split": self._guarded.note} if self._guarded.note else {})
+        return self._warm.notes | ({"split": self._guarded.note} if self._guarded.note else {})
 
     def num_slots_of(self, layer: int) -> int:
         """Slots of the pool that a layer's shards go to."""

@@ -75,9 +75,9 @@ class Stats:
         Shards found in slots over shards routed to; None before the first.
     fills, background_fills, evictions : int
     bytes_pinned, bytes_pageable : int
-        Where the store's bytes are.
+        Where the store's bytes are. Only a GPU needs them pinned; on the host device all are pageable.
     inactive : mapping
-        Lane or feature -> why it is not used.
+        Lane or feature that this device has -> why it is not used.
     played : mapping
         Lane -> the rate in GB/s that it plays instead of its own.
     warm_shards : int

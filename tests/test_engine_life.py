@@ -150,7 +150,7 @@ def test_totals_add_up(store, scheduler_of, lane):
     assert sum(part.nbytes for part in stats.lanes.values()) == routed * nbytes
     if lane is not None:
         assert all(shards[name] == 0 for name in LANES[1:] if name != lane)
-        assert set(stats.inactive) == {"pinned", *LANES[1:]} - {lane}
+        assert set(stats.inactive) == {*LANES[1:]} - {lane}
     runner = scheduler._runner
     runner.settle_fills(let_end=True)
     resident = (runner.state.owner >= 0).sum()
@@ -174,6 +174,12 @@ def test_requests(scheduler):
     scheduler.forward(0, X, IDS, WEIGHTS)
     assert (outer.stats.steps, inner.stats.steps, scheduler.stats().steps) == (2, 1, 4)
     assert inner.stats.rows == 3
+
+
+def test_nothing_is_told_as_missing_on_a_device_that_does_not_need_it(store, scheduler_of):
+    stats = scheduler_of(store).stats()
+    assert stats.inactive == {} and "not used" not in str(stats)
+    assert (stats.bytes_pinned, stats.bytes_pageable) == (0, store.nbytes)  # who looks for it finds it
 
 
 def test_what_is_inactive_says_why(store, scheduler_of):
