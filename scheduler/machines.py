@@ -7,7 +7,6 @@ of a step, of hits, of in-place reads) counts 0. ``gap_us`` is the time between 
 from __future__ import annotations
 
 import csv
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from importlib.resources import files
@@ -115,7 +114,7 @@ def load_machine(name: str, *, format_name: str | None = None, gap_us: float | N
     ProfileError, OSError
     """
     path = Path(name)
-    if path.suffix == ".json" or (re.search(r"[/\\]", name) and path.exists()):
+    if path.suffix == ".json" or (path.is_file() and name not in bundled_machines()):
         machine = _file_machine(path, format_name)
     elif format_name is not None:
         raise ProfileError(f"machine {name!r}: it has one rate for all formats; leave out --format")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -145,13 +146,18 @@ def test_a_saved_profile_is_this_machine(npz, tmp_path, monkeypatch):
         (["replay", "nowhere.trace"], "nowhere.trace: No such file or directory: check the name", 1),
         (["replay", "{npz}", "--expert-bytes", "3MB", "--vram", "8kB"], "not one slot of 3000000 bytes fits", 2),
         (["replay", "{npz}", "--expert-bytes", "3MB", "--machine", "{text}"], "text.json: ", 1),
+        (["replay", "{npz}", "--expert-bytes", "3MB", "--machine", "text"], "text: ", 1),  # a file of no usual name
+        (["replay", "{empty}"], "empty: it is empty (0 bytes)", 1),
         (["record", "{none}/a.trace", "--", "true"], "its folder does not exist", 1),
         (["record", "{text}", "--", "true"], "it is no trace file", 1),
     ],
 )
-def test_what_a_newcomer_gets_wrong_is_answered_before_anything_runs(npz, tmp_path, args, text, code):
+def test_what_a_newcomer_gets_wrong_is_answered_before_anything_runs(npz, tmp_path, monkeypatch, args, text, code):
     (tmp_path / "text.json").write_text("no profile, no trace")
-    names = {"npz": npz, "text": tmp_path / "text.json", "none": tmp_path / "none"}
+    (tmp_path / "text").write_text("no profile")
+    (tmp_path / "empty").write_bytes(b"")
+    names = {"npz": npz, "text": tmp_path / "text.json", "none": tmp_path / "none", "empty": tmp_path / "empty"}
+    monkeypatch.chdir(tmp_path)
     shown = run(*(arg.format(**names) for arg in args), expect=code).stderr
     assert text in " ".join(shown.replace("\u2502", " ").split())
 
@@ -207,11 +213,13 @@ def test_a_trace_of_which_nothing_is_left_is_an_error(npz, tmp_path):
 
 
 @needs_compiled
-def test_replay_shows_what_a_policy_is_judged_by(npz):
-    common = ["replay", str(npz), "--expert-bytes", "3MB", "--shards", "3", "--slots", "2", "--no-single-lanes"]
+@pytest.mark.parametrize("lanes", [[], ["--no-single-lanes"]])
+def test_replay_shows_what_a_policy_is_judged_by(npz, lanes):
+    common = ["replay", str(npz), "--expert-bytes", "3MB", "--shards", "3", "--slots", "2", *lanes]
     shown = run(*common, "--references", "--more-vram", "9MB").stdout
     for text in ("ratio rule", "static hot list", "clairvoyant", "9MB more VRAM (27 slots) buys"):
         assert text in shown
+    assert bool(re.search(r"stream alone, us +[\d,]+( +-){3}", shown)) != bool(lanes)  # of policies alone
     found = json.loads(run(*common, "--references", "--more-vram", "9MB", "--json").stdout)
     assert [one["name"] for one in found["policies"]] == ["default", "ratio rule", "static hot list", "clairvoyant"]
     assert found["more_vram"][0]["num_slots"] == 27 and found["more_vram"][0]["gain"] > 0

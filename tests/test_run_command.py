@@ -206,6 +206,12 @@ def test_more_slots_than_experts_are_told(args, told):
     assert result.stderr == (f"trilane: {told}\n" if told else "")
 
 
+@pytest.mark.parametrize("command", [("run", "tiny", "--prompt", PROMPT), ("identity",)])
+def test_a_text_longer_than_the_model_is_made_for_is_refused(command):
+    error = run(*command, "--max-tokens", 1025, "--device", "host").exception
+    assert isinstance(error, ModelFileError) and "--max-tokens 1,025 is more than the 1,024" in str(error)
+
+
 def test_what_is_no_model_is_refused(tmp_path):
     assert isinstance(run("run", tmp_path, "--prompt", "a").exception, ModelFileError)
     refused = run("run", "tiny", "--prompt", "a", "--format", "q8_0").exception

@@ -48,6 +48,7 @@ def identity(
     texts, opened = read_prompts(prompts), open_text_model(model, device=device, progress="auto")
     settings = all_settings((0.25,), threads=(1,)) if quick else all_settings()
     with opened.handle as handle:
+        opened.check_length(max_tokens)
         ids, mask = opened.encode(texts)
         typer.echo(
             f"{model}: {len(texts)} prompts, {max_tokens} tokens each, greedily; first with all experts in slots"

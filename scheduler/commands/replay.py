@@ -296,7 +296,7 @@ def _print_results(
         table.add_column(result.name, justify="right")
     columns = [_column(result, shards) for result in results]
     for name in columns[0]:
-        table.add_row(name, *(column[name] for column in columns))
+        table.add_row(name, *(column.get(name, "-") for column in columns))  # references have no single lanes
     console.print(table)
 
 

@@ -101,6 +101,7 @@ def run(
     )  # fmt: skip
     set_torch_threads(opened, torch_threads)
     with opened.handle:
+        opened.check_length(max_tokens)
         tell_cut(opened.handle.scheduler, slots, vram)
         session = Session(opened, max_tokens, temperature, seed, raw, verify, compile_model)
         if given is not None:

@@ -6,6 +6,7 @@ Archives of single tokens only; their memory is bounded before anything of them 
 from __future__ import annotations
 
 import json
+import os
 import zipfile
 from dataclasses import replace
 from importlib.resources import files
@@ -29,6 +30,8 @@ def read_npz(file: BinaryIO, name: str, *, max_nbytes: int) -> Trace:
     TraceError
         It is no such archive, or it unpacks to more than ``max_nbytes``.
     """
+    if file.seek(0, os.SEEK_END) == 0:
+        raise TraceError(f"{name}: it is empty (0 bytes), but a trace names its model first; record or copy it again")
     file.seek(0)
     try:
         with zipfile.ZipFile(file) as archive:

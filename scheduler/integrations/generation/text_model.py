@@ -64,6 +64,20 @@ class TextModel:
             return messages[-1]["content"]
         return self.tokenizer.apply_chat_template(list(messages), tokenize=False, add_generation_prompt=True)
 
+    def check_length(self, tokens: int) -> None:
+        """Refuse a text that is longer than the model is made for.
+
+        Raises
+        ------
+        ModelFileError
+        """
+        most = getattr(self.handle.model.config, "max_position_embeddings", None)
+        if most is not None and tokens > most:
+            raise ModelFileError(
+                f"{self.name}: --max-tokens {tokens:,} is more than the {most:,} that the model is made for, prompt "
+                f"included; give {most} at most"
+            )
+
     @property
     def stops(self) -> frozenset[int]:
         """Ids of tokens that end a text."""
