@@ -98,6 +98,7 @@ def main() -> None:
 
 
 def _open_closed_streams() -> None:
-    """Give what is printed somewhere to go where a shell closed stdout or stderr (``>&-``): Python has None there."""
+    """Stand in for streams that a shell closed (``>&-``, ``<&-``), where Python has None."""
+    sys.stdin = sys.stdin or open(os.devnull)
     sys.stdout = sys.stdout or open(os.devnull, "w")
     sys.stderr = sys.stderr or open(os.devnull, "w")

@@ -16,7 +16,10 @@ def replace_file(path: Path, data: bytes) -> None:
     OSError
         The folder cannot be written to, or the disk is full.
     """
-    handle, name = tempfile.mkstemp(prefix=f".{path.name}."[:64], dir=path.parent)
+    try:
+        handle, name = tempfile.mkstemp(prefix=f".{path.name}."[:64], dir=path.parent)
+    except OSError as error:  # of the file that was asked for: nobody knows the other
+        raise OSError(error.errno, error.strerror, str(path)) from None
     try:
         with os.fdopen(handle, "wb") as file:
             file.write(data)

@@ -96,6 +96,8 @@ def test_a_user_without_a_gpu_sees_one_line():
         (["step", "--device", "cuda", "--slots", "1.5"], "'1.5' must be a number from 0 to 1: give one such as 0.25"),
         (["lanes", "--device", "tpu"], "'tpu' is no device to choose here: use host, cuda or both"),
         (["lanes", "--hits", "9", "--misses", "9"], "18 of 32 experts"),
+        (["lanes", "--intermediate", "100"], "100 must be a multiple of 256 for q4_k: give 256"),
+        (["step", "--hidden", "33", "-f", "q8_0"], "33 must be a multiple of 32 for q8_0: give 64"),
         (["lanes", "--format", "q5"], "q5"),
     ],
 )

@@ -110,9 +110,10 @@ def test_a_signal_that_is_taken_in_order_is_no_interruption() -> None:
     subprocess.run([sys.executable, "-c", INTERRUPTED.format(body=body)], check=True)
 
 
-@pytest.mark.parametrize("closed", [">&-", ">&- 2>&-"])
+@pytest.mark.parametrize("closed", [">&-", ">&- 2>&-", "<&-"])
 def test_closed_streams_are_no_failure(closed: str) -> None:
-    flush = "import sys, trilane.cli as cli; cli.app = lambda: [sys.stdout.flush(), sys.stderr.flush()]; cli.main()"
+    touched = "[sys.stdout.flush(), sys.stderr.flush(), sys.stdin.isatty()]"
+    flush = f"import sys; from trilane import cli; cli.app = lambda: {touched}; cli.main()"
     subprocess.run(["sh", "-c", f'exec "$@" {closed}', "sh", sys.executable, "-c", flush], check=True)
 
 

@@ -8,6 +8,7 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -15,7 +16,9 @@ from numba import config
 from test_cli import run
 from test_record import program
 
+from trilane.commands import replay
 from trilane.commands.options import machine_option
+from trilane.errors import TraceError
 from trilane.traces.trace_file import read_trace
 
 TRACE = str(Path(__file__).parent.parent / "benchmarks" / "data" / "gptoss20b_160conv.trace")
@@ -223,6 +226,13 @@ def test_replay_shows_what_a_policy_is_judged_by(npz, lanes):
     found = json.loads(run(*common, "--references", "--more-vram", "9MB", "--json").stdout)
     assert [one["name"] for one in found["policies"]] == ["default", "ratio rule", "static hot list", "clairvoyant"]
     assert found["more_vram"][0]["num_slots"] == 27 and found["more_vram"][0]["gain"] > 0
+
+
+def test_nothing_compared_is_nothing_verified(monkeypatch):
+    """As in a recording that was cut short behind its first snapshot."""
+    monkeypatch.setattr("trilane.verify.verify", lambda trace: SimpleNamespace(plans=0, baselines=1, differences=()))
+    with pytest.raises(TraceError, match="nothing to verify"):
+        replay._verify(None, False)
 
 
 @needs_compiled

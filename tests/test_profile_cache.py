@@ -23,6 +23,7 @@ from trilane.profile_cache import (
     read_profile,
     save_profile,
 )
+from trilane.whole_file import replace_file
 
 HERE = Machine(cpu="Fast 9000", cores_allowed=4, memory_nbytes=8 << 30, version="1")
 
@@ -43,6 +44,12 @@ def test_what_is_saved_is_found():
     assert found == make_profile(machine=HERE) and where == str(path)
     assert path.parent == profile_folder() and "fast-9000-host-4-cores" in path.name
     assert [file.name for file in path.parent.iterdir()] == [path.name]  # nothing temporary is left
+
+
+def test_a_file_that_cannot_be_made_is_named_as_it_was_asked_for(tmp_path):
+    with pytest.raises(FileNotFoundError) as caught:
+        replace_file(tmp_path / "none" / "mine.json", b"")
+    assert caught.value.filename == str(tmp_path / "none" / "mine.json")
 
 
 @pytest.mark.parametrize(

@@ -268,11 +268,15 @@ def test_no_status_line_where_no_terminal_is(capsys):
         (["Tiny"], "the bundled model is 'tiny'"),
         (["tiny", "--policy", "typo.yaml"], "typo.yaml"),
         (["tiny", "--tokenizer", "empty"], "no tokenizer can be read there"),
+        (["tiny", "--tokenizer", "nope"], "--tokenizer nope: there is no such folder"),
+        (["tiny", "--prompts", "binary"], "binary: has the byte 0xff at 1, which is not UTF-8"),
     ],
 )
 def test_mistakes_are_named(tmp_path, monkeypatch, arguments, text):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "empty").mkdir()
     (tmp_path / "typo.yaml").write_text("cach:\n  slots: 3\n")
-    result = run("run", *arguments, "--prompt", "x", "--device", "host")
+    (tmp_path / "binary").write_bytes(b"a\xff")
+    prompt = [] if "--prompts" in arguments else ["--prompt", "x"]
+    result = run("run", *arguments, *prompt, "--device", "host")
     assert result.exit_code == 1 and isinstance(result.exception, TrilaneError) and text in str(result.exception)

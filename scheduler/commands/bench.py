@@ -13,7 +13,7 @@ import typer
 from trilane.commands.bench_cuda import bench_lanes, run_cuda_steps
 from trilane.commands.console import checked, collected, open_console, print_table
 from trilane.commands.numbers import number, whole
-from trilane.commands.options import DEVICE, FILE, FORMAT, GB_S, NAME, PART, US, AsJson, N, device_option
+from trilane.commands.options import DEVICE, FILE, FORMAT, GB_S, NAME, PART, US, AsJson, N, check_sizes, device_option
 
 if TYPE_CHECKING:
     from trilane.probes.cpu_experts import ExpertRate
@@ -255,6 +255,7 @@ def bench_step(
     if max(counts) > top_k:
         rule = f"{max(counts)} misses of a token's {top_k} experts: give {top_k} at most, or a larger --top-k"
         raise typer.BadParameter(rule, param_hint="--misses")
+    check_sizes(names[0], hidden=hidden, intermediate=intermediate)
     shape = StepShape(hidden, intermediate, experts, top_k, names[0])
     if device_option(device, ("host", "cuda")) == "cuda":
         if played or link_gb_s or hit_gb_s is not None or cpu_gb_s is not None:

@@ -12,7 +12,7 @@ import typer
 
 from trilane.commands.console import checked, collected, open_console, print_table
 from trilane.commands.numbers import number, whole
-from trilane.commands.options import DEVICE, FILE, FORMAT, PART, AsJson, N, device_option
+from trilane.commands.options import DEVICE, FILE, FORMAT, PART, AsJson, N, check_sizes, device_option
 
 if TYPE_CHECKING:
     from trilane.cuda_step_bench import CudaStepRow
@@ -156,6 +156,7 @@ def bench_lanes(
         rule = f"a step of {hits + misses} of {experts} experts: {most}"
         raise typer.BadParameter(rule, param_hint="--misses")
     shape = StepShape(hidden, intermediate, experts, hits + misses, _format(format_name).name)
+    check_sizes(shape.format, hidden=hidden, intermediate=intermediate)
     gpu = gpu_name() if device == "cuda" else _gpu_if_any(device)
     given, rows = _read(profile), []
     if gpu is not None:

@@ -45,7 +45,7 @@ Tokenizer = Annotated[
 DEVICES = ("auto", "host", "cuda")
 
 
-def check_early(model: str, device: str, policy: Path | None = None) -> None:
+def check_early(model: str, device: str, policy: Path | None = None, tokenizer: Path | None = None) -> None:
     """Refuse what can be seen before torch is loaded, which takes seconds.
 
     Raises
@@ -60,6 +60,8 @@ def check_early(model: str, device: str, policy: Path | None = None) -> None:
     if model != TINY and not Path(model).exists():
         hint = f"the bundled model is {TINY!r}" if model.lower() == TINY else "check the path"
         raise ModelFileError(f"{model}: there is no such file or folder, but MODEL must be one, or {TINY!r}; {hint}")
+    if tokenizer is not None and not tokenizer.is_dir():
+        raise ModelFileError(f"--tokenizer {tokenizer}: there is no such folder; give one with tokenizer.json")
     load_config(policy)
 
 

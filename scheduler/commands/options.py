@@ -57,6 +57,17 @@ def device_option(name: str, devices: Sequence[str]) -> str:
     return name
 
 
+def check_sizes(format_name: str, **sizes: int) -> None:
+    """Refuse sizes of an expert that its weight format cannot hold, as wrong usage."""
+    from trilane.cpu_kernels.formats import format_of
+
+    block = format_of(format_name).block_size
+    for name, size in sizes.items():
+        if size % block:
+            rule = f"{size} must be a multiple of {block} for {format_name}: give {-(-size // block) * block}"
+            raise typer.BadParameter(rule, param_hint=f"--{name}")
+
+
 def machine_option(name: str | None, format_name: str | None = None, gap_us: float | None = None) -> ReplayMachine:
     """The machine that ``--machine`` names; the default one without a name.
 

@@ -246,9 +246,12 @@ def _progress(total: int) -> Iterator[Callable[[int], None] | None]:
 
 
 def _verify(trace: Trace, as_json: bool) -> None:
+    from trilane.errors import TraceError
     from trilane.verify import verify
 
     found = verify(trace)
+    if not found.plans:
+        raise TraceError("the trace holds no plan, so there is nothing to verify: record a run that does steps")
     if as_json:
         values = {"baselines": found.baselines, "plans": found.plans, "differences": found.differences}
         typer.echo(json.dumps({"schema": _SCHEMA, **values}, indent=1))

@@ -70,5 +70,7 @@ def draw_chart(path: Path, speeds: dict[str, list[tuple[float, float]]], title: 
     try:
         figure.savefig(unfinished, dpi=150)
         os.replace(unfinished, path)
+    except OSError as error:  # of the file that was asked for: nobody knows the other
+        raise OSError(error.errno, error.strerror, str(path)) from None
     finally:
         unfinished.unlink(missing_ok=True)

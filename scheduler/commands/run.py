@@ -88,7 +88,7 @@ def run(
         raise typer.BadParameter("give one of --prompt and --prompts", param_hint="--prompt")
     options = cache_options(slots, vram)
     need_text_extra("trilane run")
-    check_early(model, device, policy)
+    check_early(model, device, policy, tokenizer)
     from trilane.integrations.generation import open_text_model, set_torch_threads
     from trilane.integrations.generation.session import Session, ask, read_prompts
 

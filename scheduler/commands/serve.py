@@ -57,7 +57,7 @@ def serve(
 
     options = cache_options(slots, vram)
     need_serve_extra("trilane serve")
-    check_early(model, device, policy)
+    check_early(model, device, policy, tokenizer)
     from trilane.integrations.generation import open_text_model, quiet_transformers
     from trilane.integrations.serving import open_socket, served_name
     from trilane.integrations.serving import serve as serve_model

@@ -177,11 +177,15 @@ def read_prompts(file: Path) -> list[str]:
     Raises
     ------
     TrilaneError
-        There are none.
+        There are none, or it is no text.
     """
     if str(file) == TINY:
         return tiny_prompts()
-    found = [line for line in file.read_text().splitlines() if line.strip()]
+    try:
+        found = [line for line in file.read_text("utf-8").splitlines() if line.strip()]
+    except UnicodeDecodeError as error:
+        byte = f"the byte 0x{error.object[error.start]:02x} at {error.start}"
+        raise TrilaneError(f"{file}: has {byte}, which is not UTF-8: give a text file, one prompt a line") from None
     if not found:
         raise TrilaneError(f"{file}: holds no prompt, but one a line is needed")
     return found

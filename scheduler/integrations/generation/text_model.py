@@ -190,7 +190,7 @@ def _read_tokenizer(folder: Path) -> Any:
         There is none.
     """
     try:
-        return AutoTokenizer.from_pretrained(folder)
+        return AutoTokenizer.from_pretrained(folder, local_files_only=True)  # a name is no reason to ask the network
     except (OSError, ValueError, KeyError) as error:
         reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
         raise ModelFileError(
