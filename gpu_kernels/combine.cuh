@@ -14,6 +14,8 @@ DEV i64 id_of(const Step& step, int entry) {
   return step.id_nbytes == 8 ? __ldcg((const i64*)step.ids + entry) : (i64)__ldcg((const int*)step.ids + entry);
 }
 
+DEV float weight_of(const Step& step, int entry) { return load_element(step.weights, step.weight_element, entry); }
+
 DEV float4 add4(const float4& a, const float4& b) { return make_float4(a.x + b.x, a.y + b.y, a.z + b.z, a.w + b.w); }
 
 // Four columns of a position's output; a shard that is not there counts as it does elsewhere, not at all.
@@ -50,7 +52,7 @@ DEV void load_ranks(const Step& step, int token, int first, Ranks& ranks) {
   if (rank >= COMBINE_RANKS) return;
   bool real = first + rank < step.top_k;
   ranks.position[rank] = real ? __ldcg(step.position_of + entry) : -1;
-  ranks.weight[rank] = real ? __ldcg(step.weights + entry) : 0.0f;
+  ranks.weight[rank] = real ? weight_of(step, entry) : 0.0f;
   ranks.expert[rank] = real ? (int)id_of(step, entry) : 0;
 }
 

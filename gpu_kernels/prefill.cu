@@ -100,7 +100,8 @@ extern "C" __global__ void __launch_bounds__(256)
   for (int entry = token * step.top_k; entry < (token + 1) * step.top_k; entry++) {
     int position = step.position_of[entry];
     if (position < 0) continue;
-    y = bad ? canonical_nan() : __fmaf_rn(step.weights[entry], prefill.outs[(i64)position * layer.hidden + column], y);
+    float weight = load_element(step.weights, step.weight_element, entry);
+    y = bad ? canonical_nan() : __fmaf_rn(weight, prefill.outs[(i64)position * layer.hidden + column], y);
   }
   store_element((u8*)step.out + token * step.out_stride, step.out_element, column, y);
 }

@@ -197,7 +197,7 @@ DEV void write_mail(const Layer& layer, const Step& step, const Grouping& g, int
   for (int i = threadIdx.x; i < num_groups; i += blockDim.x) mail_group(step, g, i);
   for (int i = threadIdx.x; i < n; i += blockDim.x) {
     step.mail_tokens[i] = step.token_of[i];
-    step.mail_weights[i] = step.weights[i];
+    step.mail_weights[i] = weight_of(step, i);
   }
 }
 
@@ -218,7 +218,7 @@ DEV void write_few_mail(const Layer& layer, const Step& step, const Grouping& g,
   if (lane == 0) mail_header(layer, step, few.num_groups, missing, clock);
   if (few.leads) mail_group(step, g, few.group);
   if (few.position >= 0) step.mail_tokens[few.position] = lane / step.top_k;
-  if (lane < step.num_rows * step.top_k) step.mail_weights[lane] = step.weights[lane];
+  if (lane < step.num_rows * step.top_k) step.mail_weights[lane] = weight_of(step, lane);
 }
 
 DEV void copy_words(uint4* to, const uint4* from, i64 count) {

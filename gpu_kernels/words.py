@@ -70,7 +70,7 @@ _STRUCTS: Mapping[str, tuple[tuple[str, str], ...]] = {
     ),
     "Batches": (("int", "count"), ("int", "copied"), ("int[14]", "unused")),
     "Step": (
-        ("const void*", "x"), ("i64", "x_stride"), ("const void*", "ids"), ("const float*", "weights"),
+        ("const void*", "x"), ("i64", "x_stride"), ("const void*", "ids"), ("const void*", "weights"),
         ("void*", "out"), ("i64", "out_stride"), ("u8*", "records"), ("float*", "floats"), ("int*", "row_bad"),
         ("int*", "groups"), ("int*", "token_of"), ("int*", "position_of"), ("WorkList*", "hits"),
         ("WorkList*", "plan"), ("int*", "lane"),
@@ -80,7 +80,7 @@ _STRUCTS: Mapping[str, tuple[tuple[str, str], ...]] = {
         ("float*", "mail_weights"), ("u8*", "mail_records"), ("float*", "mail_floats"), ("int*", "mail_bad"),
         ("uint4*", "brief"), ("uint4*", "uses"),
         ("const u32*", "cpu_flag"), ("const u32*", "abort"), ("u32*", "error"), ("int", "x_element"),
-        ("int", "id_nbytes"), ("int", "out_element"), ("int", "num_rows"), ("int", "top_k"), ("int", "unused"),
+        ("int", "id_nbytes"), ("int", "out_element"), ("int", "num_rows"), ("int", "top_k"), ("int", "weight_element"),
     ),
 }  # fmt: skip
 

@@ -16,6 +16,7 @@ from trilane.errors import ArrayError, ArrayTypeError
 
 ELEMENTS = {"float32": "f32", "float16": "f16", "bfloat16": "bf16", "uint16": "bf16"}
 NBYTES = {"f32": 4, "f16": 2, "bf16": 2}
+ITEMSIZE = {"int32": 4, "int64": 8, **{dtype: NBYTES[element] for dtype, element in ELEMENTS.items()}}
 
 
 @dataclass(frozen=True)
@@ -87,11 +88,11 @@ def device_rows(value: Any, name: str, columns: int, rows: int | None = None) ->
 
 
 def device_routing(ids: Any, weights: Any, rows: int) -> tuple[DeviceView, DeviceView]:
-    """Ids (int32 or int64) and weights (float32), (rows, top_k) each and contiguous."""
+    """Ids (int32 or int64) and weights (float32, float16 or bfloat16), (rows, top_k) each and contiguous."""
     views = view_device(ids, "topk_ids"), view_device(weights, "topk_weights")
     for name, view, kinds in (
         ("topk_ids", views[0], ("int32", "int64")),
-        ("topk_weights", views[1], ("float32",)),
+        ("topk_weights", views[1], tuple(ELEMENTS)),
     ):
         if view.dtype not in kinds:
             raise ArrayTypeError(
@@ -99,7 +100,7 @@ def device_routing(ids: Any, weights: Any, rows: int) -> tuple[DeviceView, Devic
             )
         if len(view.shape) != 2 or view.shape[0] != rows:
             raise ArrayError(f"{name}: shape {view.shape}, but ({rows}, top_k) is needed: one row for each of hidden")
-        itemsize = 8 if view.dtype == "int64" else 4
+        itemsize = ITEMSIZE[view.dtype]
         if view.shape[0] > 1 and view.strides != _contiguous(view.shape, itemsize):
             raise ArrayError(f"{name}: strides {view.strides}, but a contiguous array is needed; copy it")
     if views[0].shape != views[1].shape:

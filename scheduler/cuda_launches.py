@@ -80,7 +80,8 @@ class StepLaunches:
         words = self.device.step_words(step.layer)
         for name, value in (
             ("x", step.hidden), ("x_stride", step.hidden_stride), ("x_element", ELEMENTS[step.hidden_element]),
-            ("ids", ids), ("id_nbytes", id_nbytes), ("weights", weights), ("out", step.out),
+            ("ids", ids), ("id_nbytes", id_nbytes), ("weights", weights),
+            ("weight_element", ELEMENTS[step.weight_element]), ("out", step.out),
             ("out_stride", step.out_stride), ("out_element", ELEMENTS[step.out_element]),
             ("num_rows", step.num_rows), ("top_k", step.top_k),
         ):  # fmt: skip

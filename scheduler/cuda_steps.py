@@ -99,15 +99,17 @@ class CudaSteps:
         handle = self.runner.device.work_stream if handle is None else handle
         result = empty_like(hidden, "out") if out is None else out
         y = device_rows(result, "out", self.store.hidden, x.shape[0])
-        top_k = e.shape[1]
+        assert w.element is not None
+        top_k, weight_nbytes = e.shape[1], ITEMSIZE[w.element]
         passes = self.runner.prefill_for(layer, e.shape[0], top_k, handle)
         most = passes.max_rows(top_k) if passes else self.runner.max_rows(top_k)
         for start in range(0, x.shape[0], most):
             rows = min(most, x.shape[0] - start)
-            step = StepInput(layer, rows, top_k, *_rows_at(x, start), *_rows_at(y, start))
+            step = StepInput(layer, rows, top_k, *_rows_at(x, start), *_rows_at(y, start), w.element)
             skip = start * top_k
             id_nbytes = 8 if e.dtype == "int64" else 4
-            (passes or self.runner).launch(step, e.address + skip * id_nbytes, id_nbytes, w.address + 4 * skip, handle)
+            ids_at, weights_at = e.address + skip * id_nbytes, w.address + skip * weight_nbytes
+            (passes or self.runner).launch(step, ids_at, id_nbytes, weights_at, handle)
         return CudaTicketed(result, (x, e, w, y), handle)
 
     # -------------------------------------------------------------------------------- arrays in host memory

@@ -78,7 +78,10 @@ INT64_MAX = (1 << 63) - 1
 
 @dataclass(frozen=True)
 class StepInput:
-    """Rows of one step, as addresses: hidden and output rows with strides in bytes and element names."""
+    """Rows of one step, as addresses: hidden and output rows with strides in bytes and element names.
+
+    ``weight_element`` is that of router weights on a GPU; in host memory they are float32.
+    """
 
     layer: int
     num_rows: int
@@ -89,6 +92,7 @@ class StepInput:
     out: int
     out_stride: int
     out_element: str
+    weight_element: str = "f32"
 
 
 def available_isa(isa: str) -> str:

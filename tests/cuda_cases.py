@@ -140,6 +140,7 @@ class LayerOnDevice:
             self.at[name].set(np.full_like(self.at[name].get(), POISON))
         step = self.step
         step["x_stride"], step["x_element"] = hidden.strides[0], ELEMENTS[hidden.dtype]
+        step["weight_element"] = ELEMENTS[routing.weights.dtype]
         step["id_nbytes"], step["num_rows"], step["top_k"] = self.id_dtype.itemsize, routing.rows, self.top_k
         step["out_stride"], step["out_element"] = self.hidden * self.out_dtype.itemsize, ELEMENTS[self.out_dtype]
         self.backend.launch(launches.publish_launch(self.layer, step))
@@ -241,7 +242,7 @@ class LayerOnDevice:
         return items
 
     def check_output(self, routing, what=""):
-        wanted = expected(self.store, 0, routing.hidden, routing.ids, routing.weights)
+        wanted = expected(self.store, 0, routing.hidden, routing.ids, widen(routing.weights))
         assert_same_bits(self.output(routing.rows), narrow(wanted, self.out_dtype), what)
 
     def check_published(self, routing, lanes):
@@ -275,7 +276,7 @@ class LayerOnDevice:
         assert masks.tolist() == wanted
         tokens = np.concatenate([np.nonzero(routing.ids == e)[0] for e in experts])
         assert self.view("mail_tokens", np.int32, (len(tokens),)).tolist() == tokens.tolist()
-        assert np.array_equal(self.view("mail_weights", np.float32, (n,)), routing.weights.reshape(-1))
+        assert np.array_equal(self.view("mail_weights", np.float32, (n,)), widen(routing.weights).reshape(-1))
         x = widen(routing.hidden)
         assert self.view("mail_bad", np.int32, (routing.rows,)).tolist() == (~np.isfinite(x).all(1)).tolist()
         for name in ("records", "floats"):

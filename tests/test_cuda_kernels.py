@@ -78,6 +78,18 @@ def test_a_step_through_all_lanes(backend_of, formats, kind, rows, dtype, shape)
     assert not any(device.errors().values())
 
 
+@pytest.mark.parametrize("dtype", [np.float16, np.uint16])
+@pytest.mark.parametrize("rows", [1, 3, 40])
+def test_router_weights_of_half_precision(backend_of, rows, dtype):
+    rng = np.random.default_rng(rows)
+    store = make_store("q8_0", "silu_glu", 256, 256)
+    device = on_device(backend_of, store, rows)
+    routing = random_step(rng, rows, 3, 4, 256)
+    routing.weights = narrow(routing.weights, np.dtype(dtype))
+    for lanes in (np.full((4, device.shards), HIT), random_lanes(rng, 4, device.shards)):
+        device.run(routing, lanes, rng)
+
+
 @pytest.mark.parametrize("lane", [HIT, STREAM, ZERO_COPY, FILL, CPU])
 @pytest.mark.parametrize("fmt", ["q4_k", "mxfp4"])
 def test_every_lane_gives_the_same_bits_and_fills_become_hits(backend_of, fmt, lane):

@@ -12,6 +12,7 @@ from played_driver import PlayedDriver
 import trilane.cuda_runner
 from trilane import DeviceError
 from trilane.cuda_crossover import Batch, decode_us, distinct_experts, prefill_is_faster
+from trilane.errors import ArrayTypeError
 from trilane.gpu_kernels.driver import DriverError
 from trilane.host_runner import StepInput
 from trilane.plan import make_options
@@ -131,6 +132,20 @@ def submit(scheduler, x, ids, weights, layer=0):
 
 def wait(scheduler):
     scheduler._runner.wait_for(scheduler._runner.device.work_stream)
+
+
+@pytest.mark.parametrize("rows", [2, 64])
+def test_router_weights_of_half_precision_on_the_gpu(played, rows):
+    """As steps and as a pass; in float64 they are refused."""
+    scheduler = played(store_of(), cache={"fraction": 0.4})
+    x, ids, weights = random_step(scheduler.store, rows)
+    half = weights.astype(np.float16)
+    _, arrays = submit(scheduler, x, ids, half)
+    wait(scheduler)
+    assert_same_bits(arrays[3].array, expected(scheduler.store, 0, x, ids, half.astype(np.float32)))
+    assert (passes(scheduler) > 0) == (rows == 64)
+    with pytest.raises(ArrayTypeError, match="topk_weights: dtype float64, but float32 or float16"):
+        submit(scheduler, x, ids, weights.astype(np.float64))
 
 
 def test_batches_and_steps_that_nobody_waits_for(played):

@@ -18,6 +18,7 @@ from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
 from trilane.engine import ExpertScheduler
 from trilane.errors import DeviceError, TrilaneError
+from trilane.integrations.transformers.experts import FLOATS
 
 NAME = "trilane"  # the experts implementation, and the quantisation method of the load hook
 ATTRIBUTE = "_trilane_layer"
@@ -129,7 +130,8 @@ def _shape_of_experts(x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor,
 def _step(layer: BoundLayer, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
     if x.shape[0] == 0:
         return torch.empty_like(x)
-    x, ids, weights = x.detach().contiguous(), ids.contiguous(), weights.detach().float().contiguous()
+    x, ids, weights = x.detach().contiguous(), ids.contiguous(), weights.detach()
+    weights = (weights if x.is_cuda and weights.dtype in FLOATS else weights.float()).contiguous()
     with layer.lock:
         return layer.scheduler.forward(layer.index, x, ids, weights)
 
