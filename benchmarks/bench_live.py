@@ -8,11 +8,11 @@ comparison with peers (peer_trace.py: 8 layers, 128 experts of 2.65 MB, top-8, s
 
 Method: a part is a process of its own, with one scheduler, whose lanes are measured at its start. All layers are one
 CUDA graph a token, some tokens launched ahead; a layer's time is the GPU's time between two events around the launch,
-over the layers, less the pauses as measured alone. Both policies take turns on the same tokens of the same slots,
-each beginning with empty ones: tokens that fill them (--warm), then those that count (--tokens); each round has
-another stretch of the recorded trace, and begins with the other policy. The replay is of the same tokens from the
-first on, with the rates that the scheduler plans with, as a GPU's control thread decides (cuda_replay.py says what
-differs from a live run).
+over the layers, less what the pauses add to steps that name no expert. Both policies take turns on the same tokens of
+the same slots, each beginning with empty ones: tokens that fill them (--warm), then those that count (--tokens); each
+round has another stretch of the recorded trace, and begins with the other policy. The replay is of the same tokens
+from the first on, with the rates that the scheduler plans with, as a GPU's control thread decides (cuda_replay.py
+says what differs from a live run).
 
 The time that --limit gives is for the parts together: what one leaves is the others'. Compiling, once on a machine, is
 not counted. A part that has used its time makes fewer rounds.
@@ -122,7 +122,20 @@ class Turn:
     checksum: int
 
 
-def measure_turn(scheduler, graphs, config, ids, warm):
+def measure_gap(scheduler, graphs, x):
+    """us that the pauses add to a layer: steps that name no expert, with and without them."""
+    from trilane.token_graphs import TokenGraphs
+
+    ids = np.full((20, len(graphs.layers), graphs.top_k), -1)
+    bare = TokenGraphs(scheduler, graphs.top_k, x)
+    try:
+        with_gaps, without = (float(np.median(one.run(ids).us)) for one in (graphs, bare))
+    finally:
+        bare.close()
+    return (with_gaps - without) / len(graphs.layers)
+
+
+def measure_turn(scheduler, graphs, config, ids, warm, gap_us):
     """A policy from empty slots on: the first tokens fill them, the others count."""
     from benchmarks.gpu_slots import settle, use_policy
 
@@ -131,11 +144,11 @@ def measure_turn(scheduler, graphs, config, ids, warm):
     graphs.run(ids[:warm])
     settle(runner)
     with scheduler.request() as request:
-        us = graphs.run(ids[warm:]).us / ids.shape[1] - graphs.gap_us
+        us = graphs.run(ids[warm:]).us / ids.shape[1] - gap_us
         settle(runner)
     checksum = int(graphs.outputs(len(ids) - warm - 1).view(np.uint32).sum(dtype=np.uint64))
     lanes = {name: lane.shards / steps for name, lane in request.stats.lanes.items()}
-    again = replay(runner, config, ids, warm, request.stats.hit_rate, graphs.gap_us)
+    again = replay(runner, config, ids, warm, request.stats.hit_rate, gap_us)
     return Turn(us, *again, lanes, request.stats.background_fills / steps, checksum)
 
 
@@ -164,10 +177,11 @@ def measure_cell(cell, seconds, profile=None):
         x = np.random.default_rng(3).standard_normal(store.hidden).astype(np.float32)
         graphs = TokenGraphs(scheduler, top_k, x, gap_us=cell.gap_us)
         try:
+            gap_us = measure_gap(scheduler, graphs, x) if cell.gap_us else 0.0
             for number, ids in enumerate(cell.stretches()):
                 started = time.perf_counter()
                 for name in sorted(configs, reverse=number % 2 == 1):
-                    turns[name].append(measure_turn(scheduler, graphs, configs[name], ids, cell.warm))
+                    turns[name].append(measure_turn(scheduler, graphs, configs[name], ids, cell.warm, gap_us))
                 now = time.perf_counter()
                 if now - begin + 1.5 * (now - started) > seconds:
                     break

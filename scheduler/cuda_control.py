@@ -36,7 +36,7 @@ TEAM_SLICE_NS = 5_000_000
 WATCH_NS = 5_000_000
 PAUSES = 4  # between two looks while hot
 STAMPS_AT_ONCE = 128  # eight lines of memory that the GPU writes
-LONGEST_IDLE_NS, NEVER_US = 1_000_000, 1e12
+LONGEST_NS, NEVER_US = 1_000_000, 1e12
 
 
 # ----------------------------------------------------------------------------------------- one step's answer
@@ -46,6 +46,7 @@ def answer_mail(run, rates):
     begin = mono_ns()
     wire, g = run.wire, run.grouping
     _note_idle(wire.control, begin)
+    _note_period(wire.control, wire.control[Control.CLOCK] - wire.control[Control.USED], begin)
     layer, clock = wire.control[Control.TAKEN_LAYER], wire.control[Control.CLOCK]
     num_experts = wire.control[Control.NUM_GROUPS]
     plan_layer(run.state, run.geometry, rates, run.options, layer, g.experts, g.rows, num_experts, clock, run.work)
@@ -84,13 +85,21 @@ def answer_mail(run, rates):
 def _note_idle(control, begin):
     """For how long there was nothing to answer."""
     if control[Control.DONE_NS] != 0:
-        control[Control.IDLE_NS] = average_idle(control[Control.IDLE_NS], begin - control[Control.DONE_NS])
+        control[Control.IDLE_NS] = average_time(control[Control.IDLE_NS], begin - control[Control.DONE_NS])
+
+
+@compiled(counted=False)
+def _note_period(control, steps, now):
+    """How long it took from the step before, where that is known."""
+    if steps == 1 and control[Control.STEP_NS] != 0:
+        control[Control.PERIOD_NS] = average_time(control[Control.PERIOD_NS], now - control[Control.STEP_NS])
+    control[Control.STEP_NS] = now
 
 
 @compiled
-def average_idle(average_ns, idle_ns):
+def average_time(average_ns, ns):
     """The average moved on; a pause of the program counts as a short one."""
-    return average_ns + (min(idle_ns, LONGEST_IDLE_NS) - average_ns) // 16
+    return average_ns + (min(ns, LONGEST_NS) - average_ns) // 16
 
 
 @compiled(counted=False)
@@ -105,9 +114,11 @@ def learn_use(run):
     wire, g = run.wire, run.grouping
     if wire.control[Control.FAILURE] != Failure.NONE:
         return False
+    before = wire.control[Control.USED]
     layer = take_use(wire, g, run.geometry.num_layers)
     if layer < 0:
         return False
+    _note_period(wire.control, wire.control[Control.USED] - before, mono_ns())
     clock, num = wire.control[Control.USED], wire.control[Control.NUM_GROUPS]
     first, end = run.geometry.first_expert[layer], run.geometry.first_expert[layer + 1]
     for i in range(num):

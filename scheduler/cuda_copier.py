@@ -43,6 +43,7 @@ HOT_NS = 300_000  # how long the thread spins after the last copy: some layers o
 SPINS, NAP_NS = 4_000, 20_000  # of the control thread that waits for it
 PARK_NS = 50_000_000
 HELD_NAP_NS = 200_000
+NOTHING, FILL, LIST = 0, 1, 2  # what is handed over
 INJECTED = 999  # the status of a copy that a test lets fail
 
 
@@ -199,7 +200,7 @@ def _issue_fill(wire, number):
 
 @compiled(counted=False)
 def issue(run):
-    """Hand what was posted to the driver, what a step waits for first; True if there was something."""
+    """Hand what was posted to the driver, what a step waits for first: NOTHING, FILL or LIST."""
     wire = run.wire
     words = wire.places[Place.CONTROL]
     ticket, number = control_word(words, Control.LISTED), control_word(words, Control.FILL_POSTED)
@@ -207,9 +208,10 @@ def issue(run):
         _end_call(wire, _issue_list(wire, ticket), Control.ISSUED, ticket)
     elif number != wire.control[Control.FILL_ISSUED]:
         _end_call(wire, _issue_fill(wire, number), Control.FILL_ISSUED, number)
+        return FILL
     else:
-        return False
-    return True
+        return NOTHING
+    return LIST
 
 
 @compiled(counted=False)
@@ -234,8 +236,11 @@ def copier_task(run_kind: Any) -> Any:
         last = mono_ns()
         while control_word(words, Control.STOP) == 0:
             posted = control_word(words, Control.POSTED)
-            if work(run):
+            handed = work(run)
+            if handed == LIST:
                 last = mono_ns()
+            elif handed == FILL:
+                continue  # nobody waits for it, so nobody spins for the next one
             elif mono_ns() - last < control_word(words, Control.HOT_NS) and mono_ns() - last < HOT_NS:
                 pause()
             else:

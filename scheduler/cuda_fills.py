@@ -18,6 +18,7 @@ from __future__ import annotations
 import numpy as np
 
 from trilane.cpu_kernels import layout
+from trilane.cpu_kernels.atomics import mono_ns
 from trilane.cuda_copier import copy_by_segment, post_fill
 from trilane.cuda_plan import add_update, release_list
 from trilane.cuda_words import Control, Failure, Fills, Place, Stage, u32_at
@@ -30,6 +31,7 @@ from trilane.stats import Total
 from trilane.wanted import list_coming
 
 MOST_AT_ONCE, LEAST_IDLE = 8, 3
+MARGIN_NS = 5_000  # what a step is heard of late, and a copy begins late
 
 
 @compiled(counted=False)
@@ -161,6 +163,17 @@ def tend_fills(run):
     return True
 
 
+@decision
+def ends_in_time(control, now):
+    """Whether a copy that begins now will be over when the next step asks for the link.
+
+    Where none ever would be, or the step is late, it begins all the same.
+    """
+    period, fill = control[Control.PERIOD_NS], control[Control.FILL_NS]
+    since = now - control[Control.STEP_NS]
+    return since + fill <= period or fill + MARGIN_NS > period or since > 2 * period
+
+
 @compiled(counted=False)
 def _tend_copies(wire, geometry, tables, shards, slots):
     """Begin the next copy when the one before has landed; the stream itself says so."""
@@ -173,6 +186,8 @@ def _tend_copies(wire, geometry, tables, shards, slots):
             add_update(wire.places[Place.PENDING], k, shards[k], slots[k], 0)
         _post(wire, num, Stage.VALIDATING)
         return True
+    if not ends_in_time(wire.control, mono_ns()):
+        return False
     wire.control[Control.FILLS_DONE], wire.control[Control.FILL_COUNT] = done + 1, begun + 1
     source, nbytes = _source(geometry, tables, shards[done])
     slot = wire.places[Place.SLOTS] + slots[done] * wire.places[Place.SLOT_NBYTES]

@@ -18,8 +18,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from trilane.cost import STEP_US, Loads, Rates, step_us
-from trilane.cuda_control import average_idle
-from trilane.cuda_fills import fills_at_once
+from trilane.cuda_control import average_time
+from trilane.cuda_fills import MARGIN_NS, fills_at_once
 from trilane.cuda_words import Stage
 from trilane.expert import STREAM, ZERO_COPY, Geometry
 from trilane.jit import compiled
@@ -49,7 +49,8 @@ class Under(IntEnum):
     NUM = 1
     COPIED = 2
     LANDED = 3  # of all
-    SIZE = 4
+    IS_COPYING = 4  # whether a copy is on the link
+    SIZE = 5
 
 
 @record
@@ -113,7 +114,7 @@ def run_tokens(run, rates):
         for layer in range(layers):
             clock += 1
             fill_us = rates.run_fix_us + run.geometry.shard_nbytes[layer, 0] * rates.stream_us_per_byte
-            _publish(run, fill_us)
+            _publish(run)
             missing = _route(run, token, layer)
             run.missing[token, layer] = missing
             us = _hits_us(run, rates, layer, clock) if missing == 0 else _miss_us(run, rates, layer, clock)
@@ -123,13 +124,13 @@ def run_tokens(run, rates):
 
 
 @compiled(counted=False)
-def _publish(run, fill_us):
+def _publish(run):
     """A step begins: it acknowledges what the fills under way wait for."""
     stage = run.under[Under.STAGE]
     if stage == Stage.INVALIDATING:
         run.under[Under.STAGE] = Stage.SETTLING
     elif stage == Stage.SETTLING:
-        run.under[Under.STAGE], run.times[Clock.COPIED] = Stage.COPYING, run.times[Clock.NOW] + fill_us
+        run.under[Under.STAGE] = Stage.COPYING
     elif stage == Stage.VALIDATING:
         for k in range(run.under[Under.NUM]):
             land_fill(run.state, run.geometry, run.fills.fill_slot[k], run.fills.fill_shard[k])
@@ -163,12 +164,12 @@ def _miss_us(run, rates, layer, clock):
     """A step that is planned and learned from; where a fill's copy is under way, it shares the link with it."""
     count, times = run.experts.size, run.times
     idle_ns = np.int64(1e3 * (times[Clock.NOW] - times[Clock.DONE]))
-    times[Clock.IDLE] = average_idle(np.int64(times[Clock.IDLE]), idle_ns)
+    times[Clock.IDLE] = average_time(np.int64(times[Clock.IDLE]), idle_ns)
     plan_layer(run.state, run.geometry, rates, run.options, layer, run.experts, run.rows, count, clock, run.work)
     learn_step(run.state, run.geometry, run.options, layer, run.experts, count)
     us = run.work.predicted_us[STEP_US]
     link = run.work.predicted_us[STREAM] + run.work.predicted_us[ZERO_COPY]
-    if run.under[Under.STAGE] == Stage.COPYING and link > 0.0:
+    if run.under[Under.IS_COPYING] and link > 0.0:
         beside = min(link, max(0.0, times[Clock.COPIED] - times[Clock.NOW]))
         us += max(0.0, link + beside - (us - rates.step_fix_us - rates.miss_fix_us))
     times[Clock.DONE] = times[Clock.NOW] + us
@@ -177,16 +178,23 @@ def _miss_us(run, rates, layer, clock):
 
 @compiled(counted=False)
 def _pass_time(run, us, missed, fill_us):
-    """Until the next step: copies of fills land, and others begin where no misses are served."""
-    times = run.times
-    served = times[Clock.NOW] + (us if missed else 0.0)
-    times[Clock.NOW] += us + run.gap_us[0]
-    while run.under[Under.STAGE] == Stage.COPYING and times[Clock.COPIED] <= times[Clock.NOW]:
-        run.under[Under.COPIED] += 1
-        if run.under[Under.COPIED] == run.under[Under.NUM]:
-            run.under[Under.STAGE] = Stage.VALIDATING
+    """Until the next step: copies of fills land, and others begin where no misses are served and they end in time."""
+    times, under, begin = run.times, run.under, run.times[Clock.NOW]
+    end, free = begin + us + run.gap_us[0], begin + (us if missed else 0.0)
+    times[Clock.NOW] = end
+    while under[Under.STAGE] == Stage.COPYING:
+        if under[Under.IS_COPYING]:
+            if times[Clock.COPIED] > end:
+                return
+            free = max(free, times[Clock.COPIED])
+            under[Under.IS_COPYING] = 0
+            under[Under.COPIED] += 1
+            if under[Under.COPIED] == under[Under.NUM]:
+                under[Under.STAGE] = Stage.VALIDATING
+        elif free < end and (free + fill_us <= end or fill_us + 1e-3 * MARGIN_NS > end - begin):
+            under[Under.IS_COPYING], times[Clock.COPIED] = 1, free + fill_us
         else:
-            times[Clock.COPIED] = max(times[Clock.COPIED], served) + fill_us
+            return
 
 
 @compiled(counted=False)

@@ -108,6 +108,8 @@ class Control(IntEnum):
     FILL_TARGET = 38  # thread: where to, where from, how much
     FILL_SOURCE = 39
     FILL_NBYTES = 40
+    STEP_NS = 41  # thread: when it heard of the last step
+    PERIOD_NS = 42  # thread: from one step to the next, averaged
     PARKED = 48  # copier: whether it sleeps
     CALLED_NS = 49  # copier: when the call of the driver began in which it is, 0 in none
     ISSUED = 50  # copier: lists that it is done with

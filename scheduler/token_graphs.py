@@ -20,7 +20,7 @@ from trilane.gpu_kernels.events import Events, events_of
 from trilane.gpu_kernels.launch import Launch
 from trilane.host_runner import StepInput
 
-PAUSE_CYCLES = 100_000  # by which the clock of the multiprocessors is known
+PAUSE_CYCLES = 1_000_000  # by which the clock of the multiprocessors is known
 AHEAD = 4  # graphs, and so tokens that are launched at most before the first of them is over
 
 
@@ -47,11 +47,6 @@ class TokenGraphs:
         Graphs that take turns; 1: each token is waited for.
     gap_us : float
         About how long the GPU pauses before each layer, as if it ran the rest of a model.
-
-    Attributes
-    ----------
-    gap_us : float
-        How long these pauses are, as measured alone.
     """
 
     def __init__(
@@ -74,10 +69,7 @@ class TokenGraphs:
         self.driver.synchronize()  # they are zeroed on another stream
         self._put(self._blocks[0], np.asarray(x, np.float32))
         self._put(self._blocks[1], np.full(top_k, 1 / top_k, np.float32))
-        self._pause: Encoded | None = None
-        self.gap_us = 0.0
-        if gap_us:
-            self._pause, self.gap_us = self._make_pause(gap_us)
+        self._pause = self._make_pause(gap_us) if gap_us else None
         self._encoded = [self._encode(turn) for turn in range(ahead)]
         self._graphs = [self.driver.make_graph(encoded) for encoded in self._encoded]
 
@@ -92,29 +84,26 @@ class TokenGraphs:
             parts.append(self.runner.launches.encode(step, where, 4, weights))
         return Encoded.joined(parts)
 
-    def _make_pause(self, us: float) -> tuple[Encoded, float]:
-        """A pause of about so many us, and what it takes among others of its kind."""
+    def _make_pause(self, us: float) -> Encoded:
+        """A pause of about so many us."""
         kernels = self.driver.load_kernels(PAUSE)
 
         def pause_of(cycles: float) -> Encoded:
             launch = Launch("pause_cycles", (1, 1), 1, 0, (np.int64(cycles),))
             return self.driver.encode(kernels, [launch], early=False)
 
-        per_us = PAUSE_CYCLES / self._time([pause_of(PAUSE_CYCLES)] * len(self.layers))
-        pause = pause_of(per_us * us)
-        return pause, self._time([pause] * len(self.layers))
+        return pause_of(us * PAUSE_CYCLES / self._time(pause_of(PAUSE_CYCLES)))
 
-    def _time(self, parts: Sequence[Encoded]) -> float:
-        """us of one of some launches in a graph."""
-        encoded = Encoded.joined(parts)
+    def _time(self, encoded: Encoded) -> float:
+        """us of some launches in a graph."""
         graph, events = self.driver.make_graph(encoded), events_of(self.driver)
         times = []
         for _ in range(3):
             first = events.record(self.stream)
-            put_graph(self.driver, graph, self.stream, "a graph of pauses")
+            put_graph(self.driver, graph, self.stream, "a pause")
             last = events.record(self.stream)
             events.wait(last)
-            times.append(events.us(first, last) / len(parts))
+            times.append(events.us(first, last))
         events.close()
         self.driver.destroy_graph(graph)
         return float(np.median(times))
