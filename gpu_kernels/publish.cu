@@ -236,6 +236,12 @@ DEV void close_mail(const Layer& layer, const Step& step) {
   if (threadIdx.x == 0) store_release_system(&step.mail->end, *(volatile u32*)&step.state->sequence);
 }
 
+// The numbers of the pending list and of the one before, by a thread each; a barrier later all know them.
+DEV void look_for_pending(const Step& step, u32& pending, u32& applied) {
+  if (threadIdx.x == blockDim.x - 1) pending = load_acquire_system(&step.pending->sequence);
+  if (threadIdx.x == blockDim.x - 33) applied = step.state->applied;
+}
+
 // A pending list that the stream has not seen: applied after this step's look-ups, then acknowledged. Nobody waits for the
 // way to the host and back but the step's end.
 DEV void take_pending(const Step& step, u32 pending) {
@@ -278,8 +284,7 @@ extern "C" __global__ void __launch_bounds__(512) publish(const __grid_constant_
   bool first = row == 0, sees_pending = first && step.pending;
   if (threadIdx.x == 0) bad = 0;
   __syncthreads();
-  if (sees_pending && threadIdx.x == blockDim.x - 1) pending = load_acquire_system(&step.pending->sequence);
-  if (sees_pending && threadIdx.x == blockDim.x - 33) applied = step.state->applied;
+  if (sees_pending && gridDim.x > 1) look_for_pending(step, pending, applied);
   bool few = step.num_rows * step.top_k <= FEW, tells = few && gridDim.x == 1;
   if (first && warp == 0) {
     int groups, misses;
@@ -316,7 +321,11 @@ extern "C" __global__ void __launch_bounds__(512) publish(const __grid_constant_
     release_hits(layer, step, mark);
   }
   __syncthreads();  // nothing on its way to or from the host may hold the release up
-  if (gridDim.x == 1 && sees_pending && pending != applied) take_pending(step, pending);
+  if (sees_pending && gridDim.x == 1) {
+    look_for_pending(step, pending, applied);
+    __syncthreads();
+    if (pending != applied) take_pending(step, pending);
+  }
   if (tells && warp == 0) stamp(layer, g, num_groups, clock, lane);
   if (tells && warp == 0 && missing == 0) tell_use(layer, step, g, num_groups, clock, lane);
   __syncthreads();

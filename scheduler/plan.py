@@ -54,6 +54,9 @@ class Options(NamedTuple):
     coming_from, coming_layers : int
         How many layers after a step the first is that background fills begun after it can serve, and for how many
         layers they are looked for.
+    least_rate : int
+        How surely, in 256ths, an expert must be foretold to be filled in the background; 0: however it is, and what was
+        missed of late is filled, too.
     """
 
     lanes: int
@@ -66,6 +69,7 @@ class Options(NamedTuple):
     counts_copies: bool
     coming_from: int
     coming_layers: int
+    least_rate: int
 
 
 def make_options(
@@ -81,6 +85,7 @@ def make_options(
     counts_copies: bool = True,
     coming_from: int = 1,
     coming_layers: int = 1,
+    least_rate: int = 0,
 ) -> Options:
     """Options from names: ``force`` sends every miss to one lane, ``admit`` is "always" or "score".
 
@@ -106,6 +111,7 @@ def make_options(
         counts_copies=bool(counts_copies),
         coming_from=int(coming_from),
         coming_layers=int(coming_layers),
+        least_rate=int(least_rate),
     )
 
 

@@ -219,6 +219,8 @@ def note_step(state, geometry, options, layer, experts, num_experts, clock):
 def plan_background(state, geometry, options, most, work):
     """Reserve slots for shards of experts that are worth more than what they displace: those to come, then the wanted.
 
+    Where fills must be sure of their use (``options.least_rate``), for those to come alone.
+
     Parameters
     ----------
     most : int
@@ -240,7 +242,7 @@ def plan_background(state, geometry, options, most, work):
             continue
         _reserve_shard(state, geometry, state.pool_of[layer], shard, work, count)
         count += 1
-    while count < most and state.num_wanted[0] > 0:
+    while count < most and state.num_wanted[0] > 0 and options.least_rate == 0:
         place = best_wanted(state)
         expert = state.wanted[place]
         pool = state.pool_of[geometry.layer_of[expert]]

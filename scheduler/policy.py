@@ -8,6 +8,7 @@ from trilane.plan import Options, make_options
 from trilane.state import State, make_state
 
 GPU_COMING_FROM, GPU_COMING_LAYERS = 4, 8  # layers after a step that fills begun after it serve: the first, how many
+GPU_LEAST_RATE = 96  # of 256: a fill that is of no use holds up others there, and what the link then serves
 
 
 def policy_options(config: Config) -> Options:
@@ -25,7 +26,9 @@ def policy_options(config: Config) -> Options:
 
 def gpu_options(config: Config) -> Options:
     """The same on a GPU, where a fill becomes a hit some layers after it was begun (cuda_fills.py)."""
-    return policy_options(config)._replace(coming_from=GPU_COMING_FROM, coming_layers=GPU_COMING_LAYERS)
+    return policy_options(config)._replace(
+        coming_from=GPU_COMING_FROM, coming_layers=GPU_COMING_LAYERS, least_rate=GPU_LEAST_RATE
+    )
 
 
 def num_slots(config: Config, geometry: Geometry) -> int:

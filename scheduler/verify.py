@@ -24,6 +24,7 @@ from trilane.traces.trace import Baseline, Trace
 ALL_LANES = 0b1110
 ADDED_OPTIONS: dict[str, Any] = {  # what older recordings did
     "by_ratio": False, "background": False, "counts_copies": False, "coming_from": 1, "coming_layers": 1,
+    "least_rate": 0,
 }  # fmt: skip
 ADDED_STATE = (
     "past", "row", "last_layer", "last_clock", "alike", "near", "near_rate", "num_near", "tally", "boost", "boost_unit",
@@ -100,6 +101,7 @@ def _options(base: Baseline) -> Options:
     options = Options(**found)
     sane = options.lanes & ALL_LANES == options.lanes > 0 and 0 <= options.max_fills < 1 << 31
     sane = sane and 1 <= options.coming_from < 1 << 16 and 0 <= options.coming_layers < 1 << 16
+    sane = sane and 0 <= options.least_rate < 1 << 16
     if not sane or not 0 <= options.slack_runs < 1e9:
         raise _refused("its options are out of range")
     return options

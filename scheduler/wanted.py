@@ -77,20 +77,20 @@ def list_coming(state, geometry, options, layer):
     for distance in range(options.coming_from, last):
         after = layer + distance
         if after < geometry.num_layers:
-            _list_layer(state, geometry, after, 0)
+            _list_layer(state, geometry, after, 0, options.least_rate)
         else:
-            _list_layer(state, geometry, after - geometry.num_layers, 1)
+            _list_layer(state, geometry, after - geometry.num_layers, 1, options.least_rate)
 
 
 @decision
-def _list_layer(state, geometry, after, passes):
+def _list_layer(state, geometry, after, passes, least_rate):
     first, count = geometry.first_expert[after], geometry.first_expert[after + 1] - geometry.first_expert[after]
     tally_near(state, after, passes)
     unit = state.unit[0] * state.coming_worth / ONE
     for id_ in range(count):
         rate = state.tally[id_]
         state.tally[id_] = 0
-        if rate > 0 and state.resident[(first + id_) & INDEX] < geometry.num_shards[after]:
+        if rate > 0 and rate >= least_rate and state.resident[(first + id_) & INDEX] < geometry.num_shards[after]:
             _insert_coming(state, (first + id_) & INDEX, rate * unit)
 
 

@@ -124,3 +124,26 @@ def test_what_is_to_come_is_looked_for_in_the_layers_that_fills_can_serve():
     check(state, geometry)
     list_coming(state, geometry, options._replace(coming_from=6), 5)
     assert state.num_coming[0] == 0
+
+
+def test_a_fill_that_must_be_sure_of_its_use():
+    """Only what is foretold at the asked rate is filled, and nothing merely because it was missed of late."""
+    geometry, rows = make_geometry([8] * 2, [[1000]] * 2), np.ones(1, np.int32)
+    state, work = make_state(geometry, 2, eviction="predicted"), make_work(geometry)
+    options = make_options(force="cpu", background=True, admit="score")
+    rng = np.random.default_rng(0)
+    for clock in range(1, 41):  # layer 1: expert 1 in every pass, and any other
+        layer = (clock - 1) % 2
+        ids = np.array([0] if layer == 0 else [1, rng.integers(2, 8)], np.int32)
+        plan_layer(state, geometry, H200, options, layer, ids, np.ones(2, np.int32), len(ids), clock, work)
+        learn_step(state, geometry, options, layer, ids, len(ids))
+    plan_layer(state, geometry, H200, options, 0, np.zeros(1, np.int32), rows, 1, 41, work)
+    learn_step(state, geometry, options, 0, np.zeros(1, np.int32), 1)
+    found = {}
+    for least in (0, 192):
+        list_coming(state, geometry, options._replace(least_rate=least), 0)
+        found[least] = {int(e) - 8 for e in state.coming[: state.num_coming[0]]}
+    assert found[192] == {1} and found[0] > {1}
+    sure = options._replace(least_rate=192)
+    assert plan_background(state, geometry, sure, 4, work) == 1 and work.fill_shard[0] == 9
+    assert state.num_wanted[0] > 0 and plan_background(state, geometry, sure, 4, work) == 0
