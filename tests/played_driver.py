@@ -16,7 +16,7 @@ import numpy as np
 from cuda_backends import Shim
 from numba import types
 
-from trilane.cpu_kernels.atomics import load_at, store_at
+from trilane.cpu_kernels.atomics import futex_wait, futex_wake, load_at, store_at
 from trilane.cpu_kernels.words import set_word
 from trilane.gpu_kernels.driver import DriverError, Encoded, launch_words
 from trilane.gpu_kernels.driver_calls import LAUNCH_ARGUMENTS, Call, make_table
@@ -27,6 +27,7 @@ COPY, WRITE, LAUNCH, GRAPH, WAIT = range(5)
 ENTRIES, ENTRY = 4096, 16  # of a queue; words of an entry
 HEAD, TAIL, FIRST = 0, 1, 16  # words: entries put in, entries done, the first entry
 NAP_S = 20e-6
+MOST_IDLE_NS = 20_000_000  # until a thread that waits for entries looks whether it is to stop
 
 
 @compiled
@@ -43,6 +44,13 @@ def _push(queue, kind, a, b, c):
     set_word(entry, 2, b)
     set_word(entry, 3, c)
     store_at(queue + 8 * HEAD, load_at(queue + 8 * HEAD) + 1)
+    futex_wake(queue + 8 * HEAD, 1)
+
+
+@compiled
+def _await_entry(queue):
+    """Sleep while all entries are done, for a while: naps of all streams would take a core."""
+    futex_wait(queue + 8 * HEAD, load_at(queue + 8 * TAIL), MOST_IDLE_NS)
 
 
 @functools.cache
@@ -99,7 +107,7 @@ class Stream:
         try:
             while not self.stop:
                 if self.words[HEAD] == self.words[TAIL]:
-                    time.sleep(NAP_S)
+                    _await_entry(self.handle)
                     continue
                 at = FIRST + ENTRY * (self.words[TAIL] % ENTRIES)
                 self._run(*self.words[at : at + 4].tolist())
