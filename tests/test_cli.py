@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import subprocess
 import sys
+from contextlib import redirect_stderr, redirect_stdout
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +24,19 @@ def run(*args: str, expect: int = 0) -> subprocess.CompletedProcess[str]:
     assert result.returncode == expect, result.stderr
     assert "Traceback" not in result.stderr
     return result
+
+
+def run_here(*args: str, expect: int = 0) -> subprocess.CompletedProcess[str]:
+    """As `run`, in this process: for the many mistakes, where a new one would import for a second each."""
+    out, errors, code = io.StringIO(), io.StringIO(), 0
+    with pytest.MonkeyPatch.context() as patch, redirect_stdout(out), redirect_stderr(errors):
+        patch.setattr(sys, "argv", ["trilane", *args])
+        try:
+            cli.main()
+        except SystemExit as ending:
+            code = ending.code
+    assert code == expect, errors.getvalue()
+    return subprocess.CompletedProcess(args, code, out.getvalue(), errors.getvalue())
 
 
 def test_help_and_version_load_nothing_heavy() -> None:
@@ -48,7 +63,7 @@ print(sorted({"numba", "numpy", "llvmlite", "cupy", "pydantic"} & set(sys.module
     ],
 )
 def test_wrong_usage_exits_with_2_and_says_why(args: list[str], text: str) -> None:
-    shown = " ".join(run(*args, expect=2).stderr.replace("│", " ").split())
+    shown = " ".join(run_here(*args, expect=2).stderr.replace("│", " ").split())
     assert text in shown
 
 

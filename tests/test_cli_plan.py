@@ -10,7 +10,7 @@ import pytest
 from config_cases import GPT_OSS_20B, QWEN3_30B, write_config
 from model_files import gguf_bytes, gguf_experts, random_experts, trunk
 from numba import config
-from test_cli import run
+from test_cli import run, run_here
 
 needs_compiled = pytest.mark.skipif(bool(config.DISABLE_JIT), reason="needs compiled code")
 
@@ -127,7 +127,7 @@ def test_mistakes_are_answered_in_a_line(model, gguf, tmp_path, args, code, text
     names |= {name: tmp_path / name for name in ("text", "odd")}
     cut = tmp_path / "cut.gguf"
     cut.write_bytes(gguf.read_bytes()[:-9000])
-    result = run("plan", *(arg.format(model=model, cut=cut, **names) for arg in args), expect=code)
+    result = run_here("plan", *(arg.format(model=model, cut=cut, **names) for arg in args), expect=code)
     assert text in " ".join(result.stderr.replace("│", " ").split()) and not result.stdout
 
 

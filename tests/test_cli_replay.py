@@ -13,7 +13,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 from numba import config
-from test_cli import run
+from test_cli import run, run_here
 from test_record import program
 
 from trilane.commands import replay
@@ -115,7 +115,7 @@ def test_import_keeps_what_is_said(npz, tmp_path):
 )
 def test_mistakes_are_answered_in_a_line(args, code, text, monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
-    result = run(*args, expect=code)
+    result = run_here(*args, expect=code)
     assert text in " ".join(result.stderr.replace("│", " ").split())
     assert not list(tmp_path.iterdir())
 
@@ -161,7 +161,7 @@ def test_what_a_newcomer_gets_wrong_is_answered_before_anything_runs(npz, tmp_pa
     (tmp_path / "empty").write_bytes(b"")
     names = {"npz": npz, "text": tmp_path / "text.json", "none": tmp_path / "none", "empty": tmp_path / "empty"}
     monkeypatch.chdir(tmp_path)
-    shown = run(*(arg.format(**names) for arg in args), expect=code).stderr
+    shown = run_here(*(arg.format(**names) for arg in args), expect=code).stderr
     assert text in " ".join(shown.replace("\u2502", " ").split())
 
 
