@@ -44,14 +44,12 @@ _bad_skips: list[str] = []
 
 
 @pytest.fixture(scope="session", autouse=True)
-def saved_profile() -> Iterator[None]:
+def saved_profile() -> None:
     """Schedulers that are given no profile find a made-up one, so that no test waits for a measurement."""
     if not os.environ.get("NUMBA_DISABLE_JIT"):
         from made_profile import save_made_profile
 
         save_made_profile()
-    yield
-    _cache.cleanup()
 
 
 @pytest.fixture
@@ -121,14 +119,12 @@ def played(monkeypatch: pytest.MonkeyPatch) -> Any:
         assert not runner.driver.blocks and not runner.driver.registered and not runner.driver.streams
 
 
-@pytest.hookimpl(wrapper=True)
-def pytest_runtest_makereport(item: pytest.Item, call: Any) -> Any:
-    report = yield
+def pytest_runtest_logreport(report: pytest.TestReport) -> None:
+    """With several processes, the one that starts the others hears of each of their tests too."""
     if report.skipped and not hasattr(report, "wasxfail"):
         reason = report.longrepr[2] if isinstance(report.longrepr, tuple) else str(report.longrepr)
         if not reason.removeprefix("Skipped: ").lower().startswith(ALLOWED_SKIPS):
-            _bad_skips.append(f"{item.nodeid}: {reason}")
-    return report
+            _bad_skips.append(f"{report.nodeid}: {reason}")
 
 
 def pytest_terminal_summary(terminalreporter: Any) -> None:
@@ -139,3 +135,7 @@ def pytest_terminal_summary(terminalreporter: Any) -> None:
 def pytest_sessionfinish(session: pytest.Session) -> None:
     if _bad_skips and session.exitstatus == pytest.ExitCode.OK:
         session.exitstatus = pytest.ExitCode.TESTS_FAILED
+
+
+def pytest_unconfigure() -> None:
+    _cache.cleanup()
