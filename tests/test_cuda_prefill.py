@@ -220,6 +220,7 @@ def test_a_copy_that_the_driver_refuses_is_an_error_and_nothing_more(played):
 
 
 # ------------------------------------------------------------------------------------------------- copies
+@pytest.mark.alone
 def test_residents_are_not_copied_again_and_the_rest_once(played):
     scheduler = played(store_of(experts=9), cache={"fraction": 0.4}, policy={"prefill_rows": 5, "admit": "always"})
     for seed in range(8):

@@ -73,6 +73,7 @@ def test_pageable_experts_take_lanes_that_need_no_pinned_memory(played):
     assert "host.pin_limit" in stats.inactive["pinned"]
 
 
+@pytest.mark.alone
 def test_copies_that_the_driver_holds_up_are_read_in_place(played):
     """Another thread inside cudaFree may hold the driver until the GPU is done, which waits for the copies."""
     scheduler = played(store_of(), cache={"fraction": 0.4}, policy={"force": "stream", "admit": "always"})
@@ -92,6 +93,7 @@ def test_copies_that_the_driver_holds_up_are_read_in_place(played):
     check_slots(scheduler)
 
 
+@pytest.mark.alone
 def test_copies_that_were_issued_and_do_not_land_are_read_in_place(played):
     """The driver may put a copy behind work of the GPU that waits for it."""
     scheduler = played(store_of(), cache={"fraction": 0.4}, policy={"force": "stream", "admit": "always"})
@@ -156,6 +158,7 @@ def test_slots_come_from_free_memory_and_fewer_of_them_are_told(played):
     run(scheduler)
 
 
+@pytest.mark.alone
 def test_background_fills_land_in_stages(played):
     scheduler = played(store_of(experts=8), cache={"slots": 4}, policy={"force": "cpu"})
     x, weights = np.ones((1, 256), np.float32), np.ones((1, 1), np.float32)
@@ -172,6 +175,7 @@ def test_background_fills_land_in_stages(played):
     assert scheduler.stats().lanes["hit"].shards == before.lanes["hit"].shards + 2
 
 
+@pytest.mark.alone
 def test_hits_that_only_the_gpu_saw_count_for_eviction(played):
     scheduler = played(
         store_of(experts=8), cache={"slots": 4, "eviction": "lru"}, policy={"force": "zero_copy", "admit": "always"}
@@ -186,6 +190,7 @@ def test_hits_that_only_the_gpu_saw_count_for_eviction(played):
     assert resident[3] == 2 and resident[1] == 0
 
 
+@pytest.mark.alone
 def test_explain_and_story_tell_of_steps_with_misses(played):
     scheduler = played(store_of(), cache={"fraction": 0.5}, policy={"force": "zero_copy", "admit": "always"})
     assert scheduler.explain(0) is None

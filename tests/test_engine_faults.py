@@ -52,6 +52,7 @@ def assert_right(scheduler, store, seeds=range(6)):
 
 
 # -------------------------------------------------------------------------------------------- dead and hanging
+@pytest.mark.alone
 @pytest.mark.parametrize("rows", [2, 12])
 @pytest.mark.parametrize("kind", ["die", "stall"])
 @pytest.mark.parametrize("thread", ["team", "link", "device"])
@@ -109,6 +110,7 @@ def interrupt_after(seconds):
     threading.Timer(seconds, os.kill, (os.getpid(), signal.SIGINT)).start()
 
 
+@pytest.mark.alone
 @pytest.mark.skipif(not LINUX, reason="needs Linux signals")
 @pytest.mark.parametrize("lane", ["cpu", "stream", "zero_copy"])
 def test_interrupt_in_a_wait(store, scheduler_of, lane):
@@ -129,6 +131,7 @@ def test_interrupt_in_a_wait(store, scheduler_of, lane):
     assert_right(scheduler, store, range(2))
 
 
+@pytest.mark.alone
 @pytest.mark.skipif(not LINUX, reason="needs Linux signals")
 @pytest.mark.parametrize("lane", ["stream", "cpu"])
 def test_a_lane_that_is_slow_to_give_up(store, scheduler_of, monkeypatch, lane):
@@ -147,6 +150,7 @@ def test_a_lane_that_is_slow_to_give_up(store, scheduler_of, monkeypatch, lane):
     assert_sound(scheduler)
 
 
+@pytest.mark.alone
 @pytest.mark.skipif(not LINUX, reason="needs Linux signals")
 def test_interrupt_while_a_fill_gives_way(store, scheduler_of, monkeypatch):
     largest = int(store.layers[0].layout.shard_nbytes.max())
@@ -252,6 +256,7 @@ def test_fork():
     assert "child's own scheduler: True" in lines and "parent: 0 True" in lines
 
 
+@pytest.mark.alone
 @pytest.mark.skipif(not LINUX, reason="needs Linux signals")
 @pytest.mark.parametrize("seed", ["1", "2"])
 def test_interrupts_at_any_moment(seed):

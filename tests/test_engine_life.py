@@ -104,6 +104,7 @@ def test_hinted_experts_hit(store, scheduler_of):
     assert scheduler.hint(1, []) == 0 and scheduler.hint(0, [-1]) == 0
 
 
+@pytest.mark.alone
 def test_a_demand_preempts_a_hint(store, scheduler_of):
     """Fills that had not landed are given back; what had landed hits; the bits are right either way."""
     rate = float(store.layers[0].layout.shard_nbytes[0]) / 5e6  # 5 ms a shard

@@ -135,6 +135,7 @@ def test_chunks_cover_all_rows_once(size, num_chunks):
     assert all(start % 4 == 0 for start in starts[:-1])
 
 
+@pytest.mark.alone
 def test_played_lanes_take_the_time_that_they_play(scheduler_of):
     """Slower than the machine, each lane by its own rate. A busy machine may add to one try, not to all."""
     store = random_store("q8_0", experts=4, hidden=256, intermediate=512)
@@ -153,6 +154,7 @@ def test_played_lanes_take_the_time_that_they_play(scheduler_of):
         assert scheduler.stats().played == {name: pytest.approx(rate) for name, rate in played.items()}
 
 
+@pytest.mark.alone
 def test_resident_shards_play_their_rate_too(scheduler_of):
     store = random_store("q8_0", experts=4, hidden=256, intermediate=512)
     nbytes = float(store.layers[0].layout.shard_nbytes.sum())

@@ -170,6 +170,7 @@ def run_python(code: str) -> str:
     return result.stdout
 
 
+@pytest.mark.alone
 def test_import_is_quick_and_loads_nothing_heavy() -> None:
     code = """
 import json, sys, time

@@ -17,6 +17,7 @@ from trilane.cpu_kernels.rows import ROWS_SIGNATURE
 from trilane.jit import native
 from trilane.probes import copies, cpu_experts, ggml, handover, host_memory, lane_experts, lane_jobs, machine, timing
 
+pytestmark = pytest.mark.alone
 SMALL = 8 << 20  # bytes: a run is quick, and what it measures is the cache, which does not matter here
 MANY = pytest.mark.skipif(machine.describe_machine().num_allowed < 2, reason="needs two CPUs")
 

@@ -72,6 +72,7 @@ def test_a_file_without_tensors_and_one_that_ends_with_its_last_weight():
     assert tensors["a"].nbytes == 20
 
 
+@pytest.mark.alone
 def test_a_large_vocabulary_opens_in_half_a_second(tmp_path):
     words = 151_936
     keys = {
@@ -297,6 +298,7 @@ def test_a_file_cut_anywhere_is_refused():
     parse_gguf(whole, HERE)
 
 
+@pytest.mark.alone
 def test_strings_without_end_take_no_time():
     """Eight million empty strings are the most that a header may hold, whatever it says."""
     count = 10_000_000

@@ -12,6 +12,7 @@ from trilane.config import Config
 from trilane.step_bench import StepShape, all_errors, measure_steps, played_rates, random_store
 
 SHAPE = StepShape(hidden=512, intermediate=512, num_experts=16, top_k=4)
+pytestmark = pytest.mark.alone
 PLAYED = {"link_gb_s": 0.25, "link_fix_us": 50.0, "zero_copy_gb_s": 0.2, "hit_gb_s": 1.0, "cpu_gb_s": 0.25}
 
 

@@ -377,6 +377,7 @@ def test_no_spin_where_threads_outnumber_cpus():
     assert team.options.spin_us == team.options.wait_spin_us == 0
 
 
+@pytest.mark.alone
 def test_a_waiter_of_a_full_machine_sleeps():
     num_cpus = len(os.sched_getaffinity(0)) if LINUX else os.cpu_count()
     with WorkerTeam(num_cpus) as team:
@@ -386,6 +387,7 @@ def test_a_waiter_of_a_full_machine_sleeps():
         assert time.process_time() - cpu_s < 0.1
 
 
+@pytest.mark.alone
 def test_idle_workers_sleep(team):
     time.sleep(0.01)
     cpu_s = time.process_time()
@@ -405,6 +407,7 @@ def test_a_spinner_that_shares_its_core_rests():
     assert time.monotonic() - begin < 5
 
 
+@pytest.mark.alone
 @pytest.mark.skipif(not LINUX, reason="needs linux: pins threads")
 def test_a_spinner_notices_that_it_shares_its_core():
     words, rest = block(0), block(0)
@@ -439,6 +442,7 @@ def start_program(name):
     return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
 
 
+@pytest.mark.alone
 @pytest.mark.parametrize("name", ["interrupt_short_tasks", "interrupt_long_task"])
 def test_ctrl_c_ends_a_wait_and_leaves_the_team_usable(name):
     with start_program(name) as program:
@@ -452,6 +456,7 @@ def test_ctrl_c_ends_a_wait_and_leaves_the_team_usable(name):
     assert rest == "usable True\n" and not errors
 
 
+@pytest.mark.alone
 @pytest.mark.parametrize("name", ["exit_idle", "exit_while_working", "exit_while_hanging", "exit_by_error"])
 def test_exit_without_close(name):
     with start_program(name) as program:

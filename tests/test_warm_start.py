@@ -542,6 +542,7 @@ def test_a_program_that_ends_without_close_saves(path, left, warm):
     assert warm().stats().warm_shards == 20
 
 
+@pytest.mark.alone
 def test_killed_and_simultaneous_saves_leave_a_whole_file(store, left, path):
     """Two programs save to one file without end; whenever it is read, and after both are killed, it is whole."""
     file = WarmFile(path, model_digest(store), machine_name(calibrate.this_machine()))
