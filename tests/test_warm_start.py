@@ -224,6 +224,7 @@ def routed(scheduler, steps, odds, seed):
     return np.concatenate(outputs)
 
 
+@pytest.mark.alone
 def test_the_first_steps_hit_more_and_give_the_same_bits(scheduler_of, tmp_path):
     store = random_store("q8_0", layers=3, experts=24, hidden=256, intermediate=544)
     odds = 0.75 ** np.arange(24)
