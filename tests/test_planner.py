@@ -244,7 +244,6 @@ def plan_many(state, geometry, rates, options, ids, rows, work, elapsed_ns):
         elapsed_ns[k] = now_ns() - start
 
 
-@pytest.mark.alone
 def test_planning_is_fast():
     geometry = make_geometry([128] * 4, [[900_000] * 8] * 4)
     state, work = make_state(geometry, 256), make_work(geometry)
