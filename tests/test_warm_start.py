@@ -221,10 +221,10 @@ def routed(scheduler, steps, odds, seed):
         ids = [rng.choice(len(odds), 2, replace=False, p=np.roll(odds, layer))]
         x = rng.standard_normal((1, scheduler.store.hidden)).astype(np.float32)
         outputs.append(scheduler.forward(layer, x, ids, [[0.6, 0.4]]))
+        scheduler._runner.settle_fills(let_end=True)  # how many land in time is the machine's affair
     return np.concatenate(outputs)
 
 
-@pytest.mark.alone
 def test_the_first_steps_hit_more_and_give_the_same_bits(scheduler_of, tmp_path):
     store = random_store("q8_0", layers=3, experts=24, hidden=256, intermediate=544)
     odds = 0.75 ** np.arange(24)
