@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from trilane.config import Config
-from trilane.cpu_kernels.cpus import read_cpu_budget, suggest_num_threads, suggest_spin_us
+from trilane.cpu_kernels.cpus import CpuBudget, read_cpu_budget, suggest_num_threads, suggest_spin_us
 from trilane.cpu_kernels.team import LaneThread, WorkerTeam
 from trilane.cuda_control import control_task, watch_task
 from trilane.cuda_copier import copier_task
@@ -29,6 +29,16 @@ NAP_NS = 50_000
 HOLD_S = 5.0
 WAIT_NAP_S = 20e-6
 CONTROL_THREADS = 1  # the control thread has a core of its own; the watchdog sleeps
+
+
+def spin_us(config: Config, budget: CpuBudget, num_threads: int) -> float:
+    """us that workers spin after a job: as long as the control thread, where each has a CPU.
+
+    Between two layers with misses lie the rest of the model and layers without. Who sleeps by then comes 30 us late.
+    """
+    if config.cpu.spin_us != "auto":
+        return config.cpu.spin_us
+    return 1e-3 * HOT_NS if suggest_spin_us(budget, num_threads) > 0 else 0.0
 
 
 class CudaThreads:
@@ -49,8 +59,9 @@ class CudaThreads:
             count, _ = suggest_num_threads(budget)
             threads = count - CONTROL_THREADS if count > 2 * CONTROL_THREADS else count
         self.num_threads, self._stall_s = int(threads), config.cpu.stall_timeout_s
-        spin = suggest_spin_us(budget, self.num_threads) if config.cpu.spin_us == "auto" else config.cpu.spin_us
-        options: dict[str, Any] = {"spin_us": spin, "stall_timeout_s": self._stall_s}
+        options: dict[str, Any] = {
+            "spin_us": spin_us(config, budget, self.num_threads), "stall_timeout_s": self._stall_s
+        }  # fmt: skip
         self.team = WorkerTeam(self.num_threads, name="trilane-cpu", **options)
         self.control_thread = LaneThread("trilane-control", **options)
         self.watchdog = LaneThread("trilane-watch", spin_us=0)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -12,7 +13,8 @@ from expert_cases import assert_same_bits, expected, profile_for, random_routing
 from played_driver import PlayedDriver
 
 import trilane.cuda_runner
-from trilane import ArrayError, DeviceError, ExpertScheduler, RoutingError, WorkerError
+from trilane import ArrayError, Config, DeviceError, ExpertScheduler, RoutingError, WorkerError
+from trilane.cuda_threads import spin_us
 from trilane.cuda_words import Control, Fault, Stage
 from trilane.gpu_kernels.driver import CudaDriver, DriverMissing
 
@@ -42,6 +44,12 @@ def test_every_lane_gives_the_bits_of_the_reference(played, force):
     lanes = scheduler.stats().lanes
     used = {name for name in ("stream", "zero_copy", "cpu") if lanes[name].shards}
     assert used == {force} if force else used
+
+
+def test_workers_spin_through_the_rest_of_a_model_where_each_has_a_cpu():
+    many, few = (SimpleNamespace(num_concurrent=count) for count in (16, 2))
+    assert spin_us(Config(), many, 14) == 5000.0 and spin_us(Config(), few, 2) == 0.0
+    assert spin_us(Config(cpu={"spin_us": 70}), few, 2) == 70.0
 
 
 def test_a_resident_step_asks_nobody(played):
