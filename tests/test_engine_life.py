@@ -249,6 +249,7 @@ def test_nothing_is_compiled_after_the_start(store, scheduler_of):
 
 
 # ---------------------------------------------------------------------------------------- no allocation
+@pytest.mark.alone
 @pytest.mark.parametrize("rows", [1, 3, 24])
 @pytest.mark.parametrize("fraction", [0.3, 1.0])
 def test_steps_allocate_nothing_that_stays(store, scheduler_of, rows, fraction):

@@ -14,6 +14,7 @@ from trilane.plan import make_options
 from trilane.traces.trace_file import read_trace
 from trilane.verify import verify
 
+pytestmark = pytest.mark.alone  # the guard goes by what steps take
 JIT = pytest.mark.skipif(bool(config.DISABLE_JIT), reason="needs compiled code")
 ENOUGH = 4 * FIRST_PERIOD + 3 * WINDOW + 30  # three windows: of the CPU, and two that the other lane wins
 
