@@ -32,13 +32,15 @@ CONTROL_THREADS = 1  # the control thread has a core of its own; the watchdog sl
 
 
 def spin_us(config: Config, budget: CpuBudget, num_threads: int) -> float:
-    """us that workers spin after a job: as long as the control thread, where each has a CPU.
+    """us that workers spin after a job: as long as the control thread, where there is a CPU for all of them.
 
     Between two layers with misses lie the rest of the model and layers without. Who sleeps by then comes 30 us late.
     """
     if config.cpu.spin_us != "auto":
         return config.cpu.spin_us
-    return 1e-3 * HOT_NS if suggest_spin_us(budget, num_threads) > 0 else 0.0
+    if suggest_spin_us(budget, num_threads + CONTROL_THREADS) > 0:
+        return 1e-3 * HOT_NS
+    return suggest_spin_us(budget, num_threads)
 
 
 class CudaThreads:

@@ -14,6 +14,7 @@ from played_driver import PlayedDriver
 
 import trilane.cuda_runner
 from trilane import ArrayError, Config, DeviceError, ExpertScheduler, RoutingError, WorkerError
+from trilane.cpu_kernels.cpus import DEFAULT_SPIN_US
 from trilane.cuda_threads import spin_us
 from trilane.cuda_words import Control, Fault, Stage
 from trilane.gpu_kernels.driver import CudaDriver, DriverMissing
@@ -47,8 +48,9 @@ def test_every_lane_gives_the_bits_of_the_reference(played, force):
 
 
 def test_workers_spin_through_the_rest_of_a_model_where_each_has_a_cpu():
-    many, few = (SimpleNamespace(num_concurrent=count) for count in (16, 2))
-    assert spin_us(Config(), many, 14) == 5000.0 and spin_us(Config(), few, 2) == 0.0
+    many, some, few = (SimpleNamespace(num_concurrent=count) for count in (16, 4, 2))
+    assert spin_us(Config(), many, 13) == 5000.0 and spin_us(Config(), few, 2) == 0.0
+    assert spin_us(Config(), some, 3) == DEFAULT_SPIN_US  # longer, and they would keep the control thread waiting
     assert spin_us(Config(cpu={"spin_us": 70}), few, 2) == 70.0
 
 
