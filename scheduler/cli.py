@@ -17,14 +17,13 @@ from trilane import __version__
 from trilane.commands.bench import bench_app
 from trilane.commands.config import show_config
 from trilane.commands.identity import identity
-from trilane.commands.interrupt import INTERRUPTED, Interrupts
+from trilane.commands.interrupt import run_program
 from trilane.commands.plan import plan
 from trilane.commands.probe import probe
 from trilane.commands.record import record
 from trilane.commands.replay import replay
 from trilane.commands.run import run
 from trilane.commands.serve import serve
-from trilane.errors import TrilaneError
 
 app = typer.Typer(
     name="trilane",
@@ -83,18 +82,7 @@ def os_error_text(error: OSError) -> str:
 def main() -> None:
     """Run the command line; errors that users can cause are one line each, without a traceback."""
     _open_closed_streams()
-    interrupts = Interrupts("trilane")
-    try:
-        with interrupts:
-            app()
-    except BaseException as error:
-        if interrupts.ended_by(error):
-            interrupts.tell()
-            sys.exit(INTERRUPTED)
-        if not isinstance(error, (OSError, TrilaneError, MemoryError)):
-            raise
-        print(f"trilane: {os_error_text(error) if isinstance(error, OSError) else error}", file=sys.stderr)
-        sys.exit(1)
+    run_program("trilane", app, lambda error: os_error_text(error) if isinstance(error, OSError) else str(error))
 
 
 def _open_closed_streams() -> None:

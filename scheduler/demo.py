@@ -14,18 +14,17 @@ import sys
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, NoReturn
+from typing import Any
 
 import numpy as np
 from typer import BadParameter
 
-from trilane.commands.interrupt import INTERRUPTED, Interrupts
+from trilane.commands.interrupt import run_program
 from trilane.commands.numbers import number, whole
 from trilane.commands.text_extra import missing_for_text
 from trilane.config import Config
 from trilane.cpu_kernels.formats import format_of
 from trilane.engine import ExpertScheduler
-from trilane.errors import TrilaneError
 from trilane.expert import HIT
 from trilane.probes.machine import describe_machine
 from trilane.shared_cores import sharing_text
@@ -233,20 +232,5 @@ def _run_text(num_tokens: int) -> bool:
     return run_text_demo(num_tokens)
 
 
-def run_and_end() -> NoReturn:
-    """The program: errors that users can cause are a line each."""
-    interrupts = Interrupts("demo")
-    try:
-        with interrupts:
-            sys.exit(main())
-    except BaseException as error:
-        if interrupts.ended_by(error):
-            interrupts.tell()
-            sys.exit(INTERRUPTED)
-        if not isinstance(error, (TrilaneError, MemoryError, OSError)):
-            raise
-        sys.exit(f"demo: {error}")
-
-
 if __name__ == "__main__":
-    run_and_end()
+    run_program("demo", lambda: sys.exit(main()))

@@ -12,7 +12,10 @@ import os
 import signal
 import sys
 import threading
+from collections.abc import Callable
 from types import FrameType, TracebackType
+
+from trilane.errors import TrilaneError
 
 INTERRUPTED = 130  # what a shell reports for Ctrl-C
 _IMPORT = "<frozen importlib._bootstrap>"
@@ -71,3 +74,28 @@ def is_importing(frame: FrameType | None) -> bool:
             return True
         frame = frame.f_back
     return False
+
+
+def run_program(name: str, work: Callable[[], object], error_text: Callable[[BaseException], str] = str) -> None:
+    """Run a program; Ctrl-C and errors that users can cause are a line on stderr each, and an exit code.
+
+    Parameters
+    ----------
+    name : str
+        The program's, for what is printed.
+    work : callable
+    error_text : callable, optional
+        What is told of an error.
+    """
+    interrupts = Interrupts(name)
+    try:
+        with interrupts:
+            work()
+    except BaseException as error:
+        if interrupts.ended_by(error):
+            interrupts.tell()
+            sys.exit(INTERRUPTED)
+        if not isinstance(error, (OSError, TrilaneError, MemoryError)):
+            raise
+        print(f"{name}: {error_text(error)}", file=sys.stderr)
+        sys.exit(1)
