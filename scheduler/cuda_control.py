@@ -20,7 +20,7 @@ from trilane.cpu_kernels.host_workspace import Part
 from trilane.cpu_kernels.jobs import ENDED, TIMED_OUT, job_error, post_job, wait_job
 from trilane.cpu_kernels.words import TeamJob, copy_bytes, word
 from trilane.cuda_copier import await_issue, post_copies, thaw, watch_landing
-from trilane.cuda_fills import begin_background, tend_fills
+from trilane.cuda_fills import begin_background, fill_ns, tend_fills
 from trilane.cuda_mail import await_rows, take_mail, take_use
 from trilane.cuda_plan import NUM_COPIES, NUM_CPU, lay_out_cpu, lay_out_plan, release_plan
 from trilane.cuda_words import END, Control, Failure, Fault, Marks, Place, control_word, fail, u32_at
@@ -36,7 +36,7 @@ TEAM_SLICE_NS = 5_000_000
 WATCH_NS = 5_000_000
 PAUSES = 4  # between two looks while hot
 STAMPS_AT_ONCE = 128  # eight lines of memory that the GPU writes
-LONGEST_NS, NEVER_US = 1_000_000, 1e12
+LONGEST_NS = 1_000_000
 
 
 # ----------------------------------------------------------------------------------------- one step's answer
@@ -76,7 +76,7 @@ def answer_mail(run, rates):
         run.seen[first + g.experts[i]] = clock
     count_hits(wire, run.seen, run.state, run.geometry, clock)
     wire.control[Control.USED] = clock
-    wire.control[Control.FILL_NS] = _fill_ns(rates, run.geometry.shard_nbytes[layer, 0])
+    wire.control[Control.FILL_NS] = fill_ns(rates, run.geometry.shard_nbytes[layer, 0])
     begin_background(run, layer)
     wire.control[Control.DONE_NS] = mono_ns()
 
@@ -100,12 +100,6 @@ def _note_period(control, steps, now):
 def average_time(average_ns, ns):
     """The average moved on; a pause of the program counts as a short one."""
     return average_ns + (min(ns, LONGEST_NS) - average_ns) // 16
-
-
-@compiled(counted=False)
-def _fill_ns(rates, nbytes):
-    us = rates.run_fix_us + nbytes * rates.stream_us_per_byte
-    return np.int64(1e3 * min(us, NEVER_US))
 
 
 @compiled(counted=False)

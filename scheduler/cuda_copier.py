@@ -206,12 +206,11 @@ def issue(run):
     ticket, number = control_word(words, Control.LISTED), control_word(words, Control.FILL_POSTED)
     if ticket != wire.control[Control.ISSUED]:
         _end_call(wire, _issue_list(wire, ticket), Control.ISSUED, ticket)
-    elif number != wire.control[Control.FILL_ISSUED]:
+        return LIST
+    if number != wire.control[Control.FILL_ISSUED]:
         _end_call(wire, _issue_fill(wire, number), Control.FILL_ISSUED, number)
         return FILL
-    else:
-        return NOTHING
-    return LIST
+    return NOTHING
 
 
 @compiled(counted=False)

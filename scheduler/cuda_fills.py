@@ -31,6 +31,7 @@ from trilane.stats import Total
 from trilane.wanted import list_coming
 
 MOST_AT_ONCE, LEAST_IDLE = 8, 3
+NEVER_US = 1e12
 MARGIN_NS = 5_000  # what a step is heard of late, and a copy begins late
 
 
@@ -66,6 +67,12 @@ def begin_background(run, layer):
     if run.state.past.shape[2] > 0:
         list_coming(run.state, run.geometry, run.options, layer)
     return _post_victims(run, plan_background(run.state, run.geometry, run.options, most, run.fills))
+
+
+@decision
+def fill_ns(rates, nbytes):
+    """What the copy of a shard takes; for ever, as far as whole numbers go, where the link's rate is not known."""
+    return np.int64(1e3 * min(rates.run_fix_us + nbytes * rates.stream_us_per_byte, NEVER_US))
 
 
 @decision

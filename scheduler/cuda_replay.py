@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 
 from trilane.cost import STEP_US, Loads, Rates, step_us
 from trilane.cuda_control import average_time
-from trilane.cuda_fills import MARGIN_NS, fills_at_once
+from trilane.cuda_fills import MARGIN_NS, fill_ns, fills_at_once
 from trilane.cuda_words import Stage
 from trilane.expert import STREAM, ZERO_COPY, Geometry
 from trilane.jit import compiled
@@ -113,7 +113,7 @@ def run_tokens(run, rates):
     for token in range(tokens):
         for layer in range(layers):
             clock += 1
-            fill_us = rates.run_fix_us + run.geometry.shard_nbytes[layer, 0] * rates.stream_us_per_byte
+            fill_us = 1e-3 * fill_ns(rates, run.geometry.shard_nbytes[layer, 0])
             _publish(run)
             missing = _route(run, token, layer)
             run.missing[token, layer] = missing
@@ -202,7 +202,7 @@ def _begin_fills(run, layer, fill_us):
     """Fills of the policy's own, as `cuda_fills.begin_background` begins them."""
     if not run.options.background or run.under[Under.STAGE] != Stage.IDLE:
         return
-    most = fills_at_once(np.int64(run.times[Clock.IDLE]), np.int64(1e3 * min(fill_us, 1e12)))
+    most = fills_at_once(np.int64(run.times[Clock.IDLE]), np.int64(1e3 * fill_us))
     if most == 0:
         return
     if run.state.past.shape[2] > 0:

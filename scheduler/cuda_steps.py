@@ -14,7 +14,7 @@ import numpy as np
 from trilane.arguments import apart_from, check_hidden, check_ids, check_out, check_routing
 from trilane.arrays import HostView, like_input
 from trilane.config import Config
-from trilane.cuda_arrays import DeviceView, device_routing, device_rows, empty_like, is_on_device, stream_handle
+from trilane.cuda_arrays import NBYTES, DeviceView, device_routing, device_rows, empty_like, is_on_device, stream_handle
 from trilane.cuda_machine import cuda_machine
 from trilane.cuda_prefill import CudaPrefill
 from trilane.cuda_probe import calibrate_cuda
@@ -25,8 +25,6 @@ from trilane.layer_rates import lacks_rates
 from trilane.prefill_batches import routed_experts
 from trilane.profile import Machine, MachineProfile
 from trilane.start_profile import Given, start_gpu_profile
-
-ITEMSIZE = {"f32": 4, "f16": 2, "bf16": 2}
 
 
 @dataclass
@@ -100,7 +98,7 @@ class CudaSteps:
         result = empty_like(hidden, "out") if out is None else out
         y = device_rows(result, "out", self.store.hidden, x.shape[0])
         assert w.element is not None
-        top_k, weight_nbytes = e.shape[1], ITEMSIZE[w.element]
+        top_k, weight_nbytes = e.shape[1], NBYTES[w.element]
         passes = self.runner.prefill_for(layer, e.shape[0], top_k, handle)
         most = passes.max_rows(top_k) if passes else self.runner.max_rows(top_k)
         for start in range(0, x.shape[0], most):
@@ -160,7 +158,7 @@ class CudaSteps:
             (pinned.ids, ids, np.int64), (pinned.weights, weights, np.float32),
         ):  # fmt: skip
             array_at(address, dtype, array.shape)[...] = array
-        x_stride, y_stride = (ITEMSIZE[view.element] * self.store.hidden for view in (x, y))
+        x_stride, y_stride = (NBYTES[view.element] * self.store.hidden for view in (x, y))
         return StepInput(layer, rows, ids.shape[1], pinned.hidden, x_stride, x.element, pinned.out, y_stride, y.element)
 
     def _copy_out(self, ticket: CudaTicketed) -> None:
