@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from trilane.eviction import count_use, hold_expert
 from trilane.expert import HIT, SKIP, UNPLACED, decision
-from trilane.neighbours import ONE, rate_near, starts_pass
+from trilane.neighbours import ONE, has_tally, rate_near, starts_pass
 from trilane.residency import NO_PRICE, empty_slot, slot_price
 from trilane.state import INDEX, MOST_FOLLOWED
 
@@ -81,11 +81,13 @@ def weigh_experts(state, geometry, layer, experts, num_experts, order, num, wort
     if num_experts > MOST_FOLLOWED:
         return
     passes = 2 if starts_pass(state, geometry, layer, state.clock[0]) else 1  # after the likest ones of the step before
+    is_tallied = has_tally(state, layer, passes)  # not where layers were left out
     unit = state.unit[0] * state.prediction / ONE
     for k in range(num):
         i = order[k] & INDEX
         expert = (geometry.first_expert[layer] + experts[i]) & INDEX
-        rate = rate_near(state, layer, int(experts[i]), passes)
+        id_ = int(experts[i])
+        rate = int(state.ahead[id_ & INDEX]) if is_tallied else rate_near(state, layer, id_, passes)
         worth[i] += rate * unit - float(state.boost[expert]) * state.boost_unit[layer]
         reuse[i] = worth[i]
 

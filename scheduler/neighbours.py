@@ -103,8 +103,8 @@ def _weight(alike):
 
 
 @decision
-def tally_near(state, layer, passes):
-    """Add up in `State.tally` the rates of a layer's experts in the passes so many after the likest ones."""
+def tally_near(state, tally, layer, passes):
+    """Add to ``tally``, by id, the rates of a layer's experts in the passes so many after the likest ones."""
     for k in range(state.num_near[0]):
         row = (state.near[k] + passes) % NUM_PAST
         if passes > 0 and row == state.row[0]:
@@ -112,8 +112,25 @@ def tally_near(state, layer, passes):
         for word in range(state.past.shape[1]):
             bits = np.int64(state.past[layer, word, row])
             while bits > 0:
-                state.tally[word * WORD + BIT_OF[((bits & -bits) * DE_BRUIJN & 0xFFFFFFFF) >> 27]] += state.near_rate[k]
+                tally[word * WORD + BIT_OF[((bits & -bits) * DE_BRUIJN & 0xFFFFFFFF) >> 27]] += state.near_rate[k]
                 bits &= bits - 1
+
+
+@decision
+def tally_ahead(state, geometry, layer):
+    """Tally the rates by which the plan of the next layer will weigh its experts, while nothing waits for them."""
+    after = layer + 1 if layer + 1 < geometry.num_layers else 0
+    for id_ in range(geometry.first_expert[after + 1] - geometry.first_expert[after]):
+        state.ahead[id_] = 0
+    passes = 2 if after <= layer else 1  # of the use after that of the next plan
+    state.ahead_layer[0], state.ahead_passes[0] = after, passes
+    tally_near(state, state.ahead, after, passes)
+
+
+@decision(inline=True)
+def has_tally(state, layer, passes):
+    """Whether `State.ahead` is of this layer, so many passes after the likest ones."""
+    return state.ahead_layer[0] == layer and state.ahead_passes[0] == passes
 
 
 @decision(inline=True)
@@ -134,7 +151,7 @@ def _foretell(state, geometry, layer):
     """Take what was foretold for this step out of the scores, and put in what is foretold for the next one."""
     pool, first = state.pool_of[layer], geometry.first_expert[layer]
     count = geometry.first_expert[layer + 1] - first
-    tally_near(state, layer, 1)
+    tally_near(state, state.tally, layer, 1)
     unit = state.unit[0] * state.prediction / ONE
     for id_ in range(count):
         expert = (first + id_) & INDEX

@@ -24,7 +24,7 @@ from trilane.eviction import (
 from trilane.expert import CPU, HIT, STREAM, ZERO_COPY, decision, first_shard_of
 from trilane.link_order import Step, find_missing, sum_sizes
 from trilane.lookup import look_again, look_up, weigh_experts
-from trilane.neighbours import follow_step
+from trilane.neighbours import follow_step, tally_ahead
 from trilane.placement import place_missing
 from trilane.plan import NUM_COPIES, NUM_MISSING, NUM_RUNS, NUM_UNPLACED
 from trilane.residency import NO_PRICE, empty_slot, reserve_slot, slot_price, take_slots
@@ -194,6 +194,7 @@ def learn_step(state, geometry, options, layer, experts, num_experts):
     """
     if state.past.shape[2] > 0:
         follow_step(state, geometry, layer, experts, num_experts)
+        tally_ahead(state, geometry, layer)
     settle_step(state, geometry)
     if options.background:
         if state.past.shape[2] > 0:

@@ -75,6 +75,9 @@ class State(NamedTuple):
         Columns of the likest passes, and their weights in 256ths.
     tally : int32 (most experts of a layer,)
         Scratch by id in a layer; all 0 between calls.
+    ahead : int32 (most experts of a layer,), ahead_layer, ahead_passes : int64 (1,)
+        By id the rates in 256ths with which these passes foretell the use after the next step, of that step's layer,
+        which is so many passes after them. Layer -1: not tallied.
     boost : uint16 (experts,), boost_unit : float64 (layers,)
         The rate in 256ths with which these passes foretell the expert; what 1 of it adds to a score.
     coming : int32 (NUM_COMING,), coming_score : float64 (NUM_COMING,), num_coming : int64 (1,)
@@ -123,6 +126,9 @@ class State(NamedTuple):
     near_rate: NDArray[np.int32]
     num_near: NDArray[np.int64]
     tally: NDArray[np.int32]
+    ahead: NDArray[np.int32]
+    ahead_layer: NDArray[np.int64]
+    ahead_passes: NDArray[np.int64]
     boost: NDArray[np.uint16]
     boost_unit: NDArray[np.float64]
     coming: NDArray[np.int32]
@@ -208,6 +214,9 @@ def make_state(
         near_rate=np.zeros(NUM_NEAR, np.int32),
         num_near=np.zeros(1, np.int64),
         tally=np.zeros(largest, np.int32),
+        ahead=np.zeros(largest, np.int32),
+        ahead_layer=np.full(1, -1),
+        ahead_passes=np.zeros(1, np.int64),
         boost=np.zeros(num_experts, np.uint16),
         boost_unit=np.zeros(layers, np.float64),
         coming=np.zeros(NUM_COMING, np.int32),
@@ -274,6 +283,7 @@ def _check_past(state: State, geometry: Geometry) -> None:
     assert 0 <= state.last_clock[0] <= state.clock[0], "the last step is to come"
     assert (state.alike >= 0).all() and (state.alike <= MOST_FOLLOWED * 1024).all(), "likeness is out of range"
     assert not state.tally.any(), "the tally is not cleared"
+    assert (0 <= state.ahead).all() and (state.ahead <= 256).all(), "a rate ahead is out of range"
     assert np.isfinite(state.boost_unit).all() and (state.boost_unit >= 0).all(), "a boost is no number"
     assert (state.boost[(state.flags & RAISED) == 0] == 0).all(), "a boost is not in its score"
     assert 0 <= state.scatter[0] <= 1, f"scatter {state.scatter}"

@@ -27,8 +27,9 @@ ADDED_OPTIONS: dict[str, Any] = {  # what older recordings did
     "least_rate": 0,
 }  # fmt: skip
 ADDED_STATE = (
-    "past", "row", "last_layer", "last_clock", "alike", "near", "near_rate", "num_near", "tally", "boost", "boost_unit",
-    "coming", "coming_score", "num_coming", "scatter", "wanted", "num_wanted", "prediction", "coming_worth",
+    "past", "row", "last_layer", "last_clock", "alike", "near", "near_rate", "num_near", "tally", "ahead",
+    "ahead_layer", "ahead_passes", "boost", "boost_unit", "coming", "coming_score", "num_coming", "scatter", "wanted",
+    "num_wanted", "prediction", "coming_worth",
 )  # fmt: skip
 CURVE = "zero_copy_us_per_byte"
 KIND_NAMES = {1: "step", 2: "wave", 3: "hint", 4: "end of fills", 6: "choice of fills"}

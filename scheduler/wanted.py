@@ -85,7 +85,7 @@ def list_coming(state, geometry, options, layer):
 @decision
 def _list_layer(state, geometry, after, passes, least_rate):
     first, count = geometry.first_expert[after], geometry.first_expert[after + 1] - geometry.first_expert[after]
-    tally_near(state, after, passes)
+    tally_near(state, state.tally, after, passes)
     unit = state.unit[0] * state.coming_worth / ONE
     for id_ in range(count):
         rate = state.tally[id_]

@@ -32,7 +32,7 @@ FAULTS = (
     "a score or the unit is negative or no number",
     "a boost is no number, or not in its score",
     "a past expert is outside its layer, or a likest pass is none",
-    "the tally is not cleared",
+    "the tally is not cleared, or one ahead has a rate above 1",
     "the last step is of no layer or to come",
     "a list of wanted or coming experts is wrong",
     "scatter is no part of one",
@@ -236,7 +236,7 @@ def _past_fault(state, geometry):
     if state.last_clock[0] < 0 or state.last_clock[0] > state.clock[0]:
         return LAST_STEP
     for id_ in range(state.tally.size):
-        if state.tally[id_] != 0:
+        if state.tally[id_] != 0 or state.ahead[id_] < 0 or state.ahead[id_] > ONE:
             return TALLY
     return SOUND
 

@@ -80,6 +80,9 @@ def test_rates_and_boosts_are_those_of_the_plain_implementation():
             assert [rate_near(state, (layer + 1) % 3, id_, 0) for id_ in range(40)] == [
                 plain.rate((layer + 1) % 3, id_, 0) for id_ in range(40)
             ]
+            passes = 2 if layer == 2 else 1  # the next plan's layer, and its use after that
+            assert (state.ahead_layer[0], state.ahead_passes[0]) == ((layer + 1) % 3, passes)
+            assert state.ahead.tolist() == [plain.rate((layer + 1) % 3, id_, passes) for id_ in range(40)]
         assert sorted(state.near_rate[: state.num_near[0]]) == sorted(plain.rates)
         assert ((state.flags[first : first + 40] & RAISED) > 0).tolist() == [boost > 0 for boost in found]
 
@@ -138,6 +141,22 @@ def test_steps_that_were_not_seen_leave_a_gap_and_begin_no_pass_too_many():
         rows.append(int(state.row[0]))
     assert rows == [rows[0], rows[0], rows[0] + 1, rows[0] + 2, rows[0] + 3]
     assert state.past[:, 0, rows[0]].tolist() == [2, 0, 4, 0]
+
+
+def test_a_plan_weighs_alike_with_and_without_the_tally_of_the_step_before():
+    """Where layers are left out the tally is of another one, and the rates are asked for one by one."""
+    geometry, rng = make_geometry([40] * 3, [[10]] * 3), random.Random(4)
+    steps = [one for one in kinds_of_tokens(90, 3) if rng.random() < 0.8]
+    states = [make_state(geometry, 30, eviction="predicted") for _ in range(2)]
+    runs, tallied = [run_steps(geometry, state, steps) for state in states], 0
+    for place in range(len(steps)):
+        tallied += int(states[0].ahead_layer[0]) == steps[place][0]
+        states[1].ahead_layer[0] = -1
+        for run in runs:
+            next(run)
+        assert states[0].slot_of.tolist() == states[1].slot_of.tolist()
+        assert states[0].score.tolist() == states[1].score.tolist()
+    assert 50 < tallied < len(steps)
 
 
 def test_large_steps_neither_teach_nor_predict():

@@ -356,6 +356,7 @@ def random_digest(num_steps):
                 state.past,
                 state.alike,
                 state.near_rate,
+                state.ahead,
                 state.coming_score[: state.num_coming[0]],
             ):
                 digest.update(np.ascontiguousarray(array).tobytes())
