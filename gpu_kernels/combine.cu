@@ -2,7 +2,7 @@
 //
 // It starts before the lists' blocks have ended, and knows by their flags when the parts of its columns are there. The
 // first block waits for the host too and tells the others: reads of one word of host memory queue up, about a microsecond
-// each. What the hits have combined themselves is only waited for. The first block ends last, after the plan's kernel.
+// each. The first block ends last, after the plan's kernel.
 #include "columns.cuh"
 #include "combine.cuh"
 
@@ -64,10 +64,10 @@ extern "C" __global__ void __launch_bounds__(256)
     __syncthreads();
     return failed;
   };
-  if (!combines_at_once(step, list.z))
+  if (missing)
     combine_columns<false>(layer, step, blockIdx.y, start, end, shared, wait);
-  else if (first && threadIdx.x < 32)
-    wait_for_blocks(hits.combined, CHUNKS, 1, list.x);
+  else
+    combine_columns<true>(layer, step, blockIdx.y, start, end, shared, wait);
   if (!first) return;
   wait_for_earlier();
   if (threadIdx.x != 0) return;

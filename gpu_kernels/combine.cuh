@@ -7,9 +7,6 @@
 
 constexpr int COMBINE_RANKS = 8;  // experts whose sums are in shared memory at a time
 
-// Without misses few rows are combined by the kernel that makes the last part; combine then has nothing to do.
-DEV bool combines_at_once(const Step& step, u32 missing) { return missing == 0 && step.num_rows <= FUSED_ROWS; }
-
 DEV i64 id_of(const Step& step, int entry) {
   return step.id_nbytes == 8 ? __ldcg((const i64*)step.ids + entry) : (i64)__ldcg((const int*)step.ids + entry);
 }

@@ -1,9 +1,9 @@
 // experts_hit, experts_plan: the shards of a work list, from the records of their rows to their parts of the output.
 //
-// Grid: CHUNKS blocks an item, 256 threads, and for a plan one before them (plan.cuh). A block multiplies
-// the gate and up rows of UP_CHUNK neurons, then makes its share of the columns of the shard's part, once the item's
-// blocks have made h; without misses the last item's blocks combine. Weights go through shared memory by coalesced
-// asynchronous copies: where both shares fit, all are sent before anything else is done (`whole`), else tile by
+// Grid: CHUNKS blocks an item, 256 threads. A plan has one more before them (plan.cuh), and may have blocks for some of its
+// items at a time, which take the next ones then. A block multiplies the gate and up rows of UP_CHUNK neurons, then makes its
+// share of the columns of the shard's part, once the item's blocks have made h. Weights go through shared memory by
+// coalesced asynchronous copies: where both shares fit, all are sent before anything else is done (`whole`), else tile by
 // tile. Each byte is read once for all rows, and stored into a slot from there if it is to be filled.
 //
 // Flags in Progress hold the step's number when a block has done its part (`State.epoch` + 1 of hits, the clock of a
@@ -92,16 +92,12 @@ DEV void send_for_columns(const Item& item, const Stage& sent) {
   copies_sent();
 }
 
-// From what was sent for to the parts. False if, once the neurons are multiplied, `judge` says that all was in vain.
-template <class Judge>
-DEV bool run_whole(const Layer& layer, const Step& step, const Progress& progress, const Work& work, int index,
-                   const ShardPlace& place, const Stage& stage, const Judge& judge) {
+// From what was sent for to the parts.
+DEV void run_whole(const Layer& layer, const Step& step, const Progress& progress, const Work& work, int index,
+                   const ShardPlace& place, const Stage& stage) {
   if (stage.has_up) {
     copies_done<1>();
     multiply_tile(layer, step, work, place, stage.up, 0, UP_CHUNK, stage.row);
-  }
-  if (!judge()) return false;
-  if (stage.has_up) {
     up_done(progress, work, index);
     fill_up(work, stage.up);
     fill_sides(work, stage.up);
@@ -110,7 +106,6 @@ DEV bool run_whole(const Layer& layer, const Step& step, const Progress& progres
   wait_for_hidden(place, work, progress.hidden + index * CHUNKS);
   multiply_columns(layer, step, work, place, stage.side, stage.main, 0, stage.columns.first, stage.columns.count);
   parts_done(progress, work, index);
-  return true;
 }
 
 DEV void run_by_tiles(const Layer& layer, const Step& step, const Progress& progress, const Work& work, int index,
@@ -123,29 +118,8 @@ DEV void run_by_tiles(const Layer& layer, const Step& step, const Progress& prog
   parts_done(progress, work, index);
 }
 
-// Without misses, by the last item's blocks (the first one's, if every id was skipped): their columns of all rows. The
-// combine kernel ends when all have said so.
-DEV void run_combine(const Layer& layer, const Step& step, const Progress& progress, int task, int count, u32 clock) {
-  __shared__ CombineShared shared;
-  Columns columns = columns_of(layer, task);
-  int end = columns.first + columns.count;
-  for (int token = 0; token < step.num_rows; token++)
-    for (int start = columns.first; start < end; start += DOWN_CHUNK)
-      combine_columns<true>(layer, step, token, start, end, shared, [&] {
-        if (threadIdx.x < 32) wait_for_blocks(progress.parts + task, count, CHUNKS, clock);
-        return false;
-      });
-  __syncthreads();
-  if (threadIdx.x == 0) store_release_gpu(progress.combined + task, clock);
-}
-
-// A hit whose parts are there: without misses the last item's blocks combine.
-DEV void end_hit(const Layer& layer, const Step& step, const Progress& progress, const Work& work, int index, int count) {
-  if (work.fused && index == count - 1) run_combine(layer, step, progress, work.task, count, work.clock);
-}
-
 template <bool PLAN>
-DEV void run_item(const Layer& layer, const Step& step, const Progress& progress, Work& work, int index, int count, u8* shared,
+DEV void run_item(const Layer& layer, const Step& step, const Progress& progress, Work& work, int index, u8* shared,
                   const Tiles& tiles) {
   const ShardPlace& place = place_of(layer, work.item.shard);
   if (PLAN && work.task == 0) mark_lane(layer, step, work);
@@ -158,14 +132,13 @@ DEV void run_item(const Layer& layer, const Step& step, const Progress& progress
     send_for_neurons(work.item, stage);
     send_for_row(layer, step, stage, step.num_rows == 1 ? 0 : __ldcg(step.token_of + work.item.first_position));
     send_for_columns(work.item, stage);
-    run_whole(layer, step, progress, work, index, place, stage, [] { return true; });
+    run_whole(layer, step, progress, work, index, place, stage);
     fill(work.item, stage.side);
     fill(work.item, stage.main);
   } else {
     run_by_tiles(layer, step, progress, work, index, place, shared, tiles);
   }
   if (PLAN && work.task == 0 && work.item.fill) fill_tail(work.item, place);
-  if (!PLAN) end_hit(layer, step, progress, work, index, count);
 }
 
 // ---------------------------------------------------------------------------------------------- kernels
@@ -175,7 +148,6 @@ DEV int read_item(const Step& step, const WorkList* list, int index, Work& work)
   int i = threadIdx.x;
   if (i < (int)sizeof(Item) / 4) ((u32*)&work.item)[i] = __ldcg((const u32*)((const Item*)(list + 1) + index) + i);
   if (i == 32) count = __ldcg(&list->count);
-  if (i == 64) work.fused = combines_at_once(step, *(const volatile u32*)&step.state->missing);
   __syncthreads();
   return count;
 }
@@ -190,7 +162,7 @@ DEV void wait_for_publish(const Step& step, u32 mark) {
 // A hit of a step in which nothing misses, before publish has said so. False: something does, or the guess was wrong.
 DEV bool run_guess(const Layer& layer, const Step& step, const Progress& progress, Work& work, int index, u8* shared) {
   __shared__ Guess guess;
-  __shared__ Verdict verdict;
+  __shared__ bool right;
   int warp = threadIdx.x / 32;
   RowShare share = load_share(layer, step, warp);  // past the row's end it is zeros
   if (warp == 0) guess_item(layer, step, index, guess, work.item);
@@ -201,17 +173,15 @@ DEV bool run_guess(const Layer& layer, const Step& step, const Progress& progres
   send_for_neurons(work.item, stage);
   send_for_columns(work.item, stage);
   make_row(layer, step, share, stage.row);
-  uint4 seen = look_at(step, index);
-  bool right = run_whole(layer, step, progress, work, index, place, stage, [&] {
-    if (warp == 0) judge(step, index, work, seen, verdict);
-    __syncthreads();
-    if (threadIdx.x == 0) work.fused = verdict.missing == 0;
-    if (verdict.is_right) let_next_start();
-    return verdict.is_right;
-  });
-  if (right) end_hit(layer, step, progress, work, index, verdict.count);
-  copies_done<0>();  // into what is used again
+  if (warp == 0) right = judge(step, index, work);  // while the bytes are on their way
   __syncthreads();
+  if (right) {
+    let_next_start();
+    run_whole(layer, step, progress, work, index, place, stage);
+  } else {
+    copies_done<0>();  // into what is used again
+    __syncthreads();
+  }
   return right;
 }
 
@@ -235,10 +205,7 @@ extern "C" __global__ void __launch_bounds__(256, BLOCKS)
     wait_for_publish(step, mark);
     int count = read_item(step, step.hits, index, work);
     let_next_start();  // from here on the list may be another step's
-    if (index < count)
-      run_item<false>(layer, step, progress, work, index, count, shared, tiles);
-    else if (index == 0 && work.fused)
-      run_combine(layer, step, progress, work.task, 0, mark);
+    if (index < count) run_item<false>(layer, step, progress, work, index, shared, tiles);
   }
   end_after_earlier();
 }
@@ -256,9 +223,11 @@ extern "C" __global__ void __launch_bounds__(256, BLOCKS)
     tend_plan(step, list, updates, max_items, wait);
     return end_after_earlier();
   }
-  int index = (blockIdx.x - 1) / CHUNKS;
   if (threadIdx.x == 0) work.task = (blockIdx.x - 1) % CHUNKS;
   bool acquires = step.num_rows > 1 || !tiles.whole || !ONE_RECORD;  // else a row comes by copies that pass L1 by
-  int count = await_item(step, index, acquires, work);
-  if (index < count) run_item<true>(layer, step, progress, work, index, count, shared, tiles);
+  int at_once = (gridDim.x - 1) / CHUNKS;
+  for (int index = (blockIdx.x - 1) / CHUNKS; index < await_item(step, index, max_items, acquires, work); index += at_once) {
+    run_item<true>(layer, step, progress, work, index, shared, tiles);
+    __syncthreads();
+  }
 }

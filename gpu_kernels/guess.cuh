@@ -1,8 +1,8 @@
 // Hits of a single row in a step without misses start while publish still looks them up.
 //
 // Each block looks up for itself which hit it will get, makes the row's records for itself, and sends for the bytes.
-// Publish has the last word: before a block says that its neurons are done, it compares. Where the two differ (the slot
-// table has just changed) what was made is made again.
+// Publish has the last word: while the bytes are on their way a block compares. Where the two differ (the slot table has just
+// changed) it begins anew.
 #pragma once
 #include "combine.cuh"
 #include "few.cuh"
@@ -13,8 +13,6 @@ struct Guess {
   int is_hit;  // of a step of hits alone, each expert once
   int expert[FEW];
 };
-
-struct Verdict { int is_right, count, missing; };
 
 DEV bool guesses(const Step& step, const Tiles& tiles) {
   return STARTS_EARLY && ONE_RECORD && tiles.whole && step.num_rows == 1 && step.top_k <= FEW;
@@ -70,21 +68,21 @@ DEV uint4 look_at(const Step& step, int index) {
   return load16(lane >= 1 && lane <= 3 ? item + lane - 1 : (const uint4*)step.hits);
 }
 
-// One warp: whether the list has what was guessed; `seen` is the first look at it. Waits for publish.
-DEV void judge(const Step& step, int index, const Work& work, uint4 seen, Verdict& verdict) {
+// One warp: whether the list has what was guessed. Waits for publish.
+DEV bool judge(const Step& step, int index, const Work& work) {
   int lane = threadIdx.x % 32, count;
+  uint4 seen;
   for (;; rest()) {
+    seen = look_at(step, index);
     bool header = __shfl_sync(FULL, seen.x, 0) == work.clock, of_item = lane >= 1 && lane <= 3;
     count = __shfl_sync(FULL, (int)seen.y, 0);
     bool whole = __all_sync(FULL, !of_item || seen.z == work.clock);
     if (header && (whole || index >= count)) break;
-    seen = look_at(step, index);
   }
   const Item& item = work.item;
   bool same = true;
   if (lane == 1) same = (seen.x | (u64)seen.y << 32) == (u64)item.weights && (int)seen.w == item.shard;
   if (lane == 2) same = (int)seen.w == item.first_position;
   if (lane == 3) same = (int)seen.w == item.num_rows;
-  bool right = __all_sync(FULL, same) && index < count;
-  if (lane == 0) verdict = {right, count, (int)seen.z};
+  return __all_sync(FULL, same) && index < count;
 }

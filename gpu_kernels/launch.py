@@ -20,6 +20,7 @@ PUBLISH_THREADS = 512
 EXPERTS_THREADS = COMBINE_THREADS = 256
 STAGE_NBYTES = 38 << 10  # dynamic shared memory that every GPU has beside the kernels' own
 WHOLE_NBYTES = 58 << 10  # of the 64 KiB that the smallest GPU gives a block that asks for it
+PLAN_ITEMS = 16  # of a single row's plan that are worked on at a time: without misses their blocks start for nothing
 GROUPING_NBYTES = 28  # of each expert, in publish
 
 Struct = NDArray[np.void]
@@ -139,7 +140,8 @@ def plan_launch(
     With ``wait`` the plan is waited for inside the kernel, until it is that of the step.
     """
     more = (np.uint64(items), np.uint64(updates), np.int32(max_items), np.int32(wait))
-    return _experts_launch("experts_plan", layout, (layer, step, progress), max_items * CHUNKS + 1, more)
+    at_once = min(max_items, PLAN_ITEMS) if int(step["num_rows"]) == 1 else max_items
+    return _experts_launch("experts_plan", layout, (layer, step, progress), at_once * CHUNKS + 1, more)
 
 
 def combine_launch(layer: Struct, step: Struct, hits: Struct, plan: Struct) -> Launch:

@@ -16,11 +16,10 @@ struct Relay {  // in shared memory
   int seen, count, num_updates, torn, stop;
 };
 
-// Chunk `i` of a plan's items, and of its updates.
+// Chunk `i` of a plan's items.
 DEV const uint4* item_chunk(const WorkList* list, int i) {
   return (const uint4*)((const Item*)(list + 1) + i / ITEM_CHUNKS) + i % ITEM_CHUNKS;
 }
-DEV const uint4* update_chunk(const Updates* updates, int i) { return (const uint4*)((const Update*)(updates + 1) + i); }
 
 DEV void keep_item(const Step& step, int i, const uint4& chunk) {
   store16((volatile uint4*)((Item*)(step.plan + 1) + i / ITEM_CHUNKS) + i % ITEM_CHUNKS, chunk);
@@ -65,16 +64,16 @@ DEV void relay_plan(const Step& step, const WorkList* list, const Updates* updat
   }
 }
 
-// Item `index` of the plan once the first block has relayed it, and how many there are: header and item have the step's
-// number in each sixteen bytes, so one look is enough. With `acquires` what publish wrote may be read through L1 from here
-// on; without, L1 may hold rows of an earlier step, since this kernel has started early.
-DEV int await_item(const Step& step, int index, bool acquires, Work& work) {
+// Item `index` of the plan once the first block has relayed it, if there can be one, and how many there are: header and item
+// have the step's number in each sixteen bytes, so one look is enough. With `acquires` what publish wrote may be read through
+// L1 from here on; without, L1 may hold rows of an earlier step, since this kernel has started early.
+DEV int await_item(const Step& step, int index, int max_items, bool acquires, Work& work) {
   static_assert(alignof(Work) >= 16, "an item is written in pieces of sixteen bytes");
   __shared__ int relayed;
   int thread = threadIdx.x;
   if (thread < 32) {
     u32 sequence = *(const volatile u32*)&step.state->sequence;
-    bool of_item = thread >= 1 && thread <= ITEM_CHUNKS;
+    bool of_item = thread >= 1 && thread <= ITEM_CHUNKS && index < max_items;
     const uint4* at = of_item ? (const uint4*)((const Item*)(step.plan + 1) + index) + thread - 1 : (const uint4*)step.plan;
     for (;; rest()) {
       uint4 seen = load16(at);
@@ -87,7 +86,7 @@ DEV int await_item(const Step& step, int index, bool acquires, Work& work) {
     }
     if (acquires && thread == 0) load_acquire_gpu(&step.plan->sequence);
   }
-  if (thread == 32) work.clock = *(const volatile u32*)&step.state->clock, work.fused = false;
+  if (thread == 32) work.clock = *(const volatile u32*)&step.state->clock;
   __syncthreads();
   return relayed;
 }

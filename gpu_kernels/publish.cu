@@ -11,7 +11,7 @@
 
 // ------------------------------------------------------------------------------------------------ rows
 // Whether rows go to the host before it is known if it needs them: cheaper than to wait for that.
-DEV bool mails_at_once(const Step& step) { return step.num_rows <= FUSED_ROWS; }
+DEV bool mails_at_once(const Step& step) { return step.num_rows <= MAILED_ROWS; }
 
 DEV void mail_block(const Step& step, i64 block, const float v[8], int lane) {
   if (step.mail_records) write_record(v, step.mail_records + block * RECORD, lane);
@@ -236,21 +236,17 @@ DEV void close_mail(const Layer& layer, const Step& step) {
   if (threadIdx.x == 0) store_release_system(&step.mail->end, *(volatile u32*)&step.state->sequence);
 }
 
-// The numbers of the pending list and of the one before, by a thread each; a barrier later all know them.
-DEV void look_for_pending(const Step& step, u32& pending, u32& applied) {
-  if (threadIdx.x == blockDim.x - 1) pending = load_acquire_system(&step.pending->sequence);
-  if (threadIdx.x == blockDim.x - 33) applied = step.state->applied;
-}
-
-// A pending list that the stream has not seen: applied after this step's look-ups, then acknowledged. Nobody waits for the
-// way to the host and back but the step's end.
-DEV void take_pending(const Step& step, u32 pending) {
-  apply_updates(step.table, step.pending);
+// One warp of the last block, when the hits know their list: what is on its way to or from the host holds nothing up but the
+// step's end. A pending list that the stream has not seen is applied after this step's look-ups, then acknowledged.
+DEV void end_publish(const Layer& layer, const Step& step, u32 mark) {
+  u32 applied = step.state->applied, pending = applied;
+  if (step.pending) pending = apply_pending(step.table, step.pending, applied, layer.num_experts * layer.num_shards);
   __threadfence();
-  __syncthreads();
-  if (threadIdx.x != 0) return;
+  __syncwarp();
+  if (threadIdx.x % 32 != 0) return;
   step.state->applied = pending;
-  store_release_system(step.acknowledged, pending);
+  store_release_gpu(&step.state->published, mark);
+  if (pending != applied) store_release_system(step.acknowledged, pending);
 }
 
 // The list's header, in one piece and last of all: whoever started early knows by it that publish has done its work.
@@ -277,14 +273,13 @@ extern "C" __global__ void __launch_bounds__(512) publish(const __grid_constant_
   let_next_start();
   DYNAMIC_SHARED(shared);
   __shared__ int num_groups, missing, bad;
-  __shared__ u32 pending, applied, arrived;
+  __shared__ u32 arrived;
   Grouping g = shared_grouping(shared, layer.num_experts);
   int row = blockIdx.x, warp = threadIdx.x / 32, lane = threadIdx.x % 32, num_warps = blockDim.x / 32;
   u32 clock = step.state->clock + 1, mark = step.state->epoch + 1;
-  bool first = row == 0, sees_pending = first && step.pending;
+  bool first = row == 0;
   if (threadIdx.x == 0) bad = 0;
   __syncthreads();
-  if (sees_pending && gridDim.x > 1) look_for_pending(step, pending, applied);
   bool few = step.num_rows * step.top_k <= FEW, tells = few && gridDim.x == 1;
   if (first && warp == 0) {
     int groups, misses;
@@ -311,7 +306,6 @@ extern "C" __global__ void __launch_bounds__(512) publish(const __grid_constant_
   if (first) {
     if (missing && !few) write_mail(layer, step, g, num_groups, missing, clock);
     if (threadIdx.x == 0) step.state->missing = missing, step.state->num_groups = num_groups;
-    if (gridDim.x > 1 && sees_pending && pending != applied) take_pending(step, pending);
   }
   if (gridDim.x > 1 && !arrives_last(step, arrived)) return;
   if (gridDim.x == 1 ? missing : *(volatile int*)&step.state->missing) close_mail(layer, step);
@@ -320,14 +314,9 @@ extern "C" __global__ void __launch_bounds__(512) publish(const __grid_constant_
     step.state->clock = clock;
     release_hits(layer, step, mark);
   }
-  __syncthreads();  // nothing on its way to or from the host may hold the release up
-  if (sees_pending && gridDim.x == 1) {
-    look_for_pending(step, pending, applied);
-    __syncthreads();
-    if (pending != applied) take_pending(step, pending);
-  }
-  if (tells && warp == 0) stamp(layer, g, num_groups, clock, lane);
-  if (tells && warp == 0 && missing == 0) tell_use(layer, step, g, num_groups, clock, lane);
   __syncthreads();
-  if (threadIdx.x == 0) store_release_gpu(&step.state->published, mark);
+  if (warp != 0) return;
+  if (tells) stamp(layer, g, num_groups, clock, lane);
+  if (tells && missing == 0) tell_use(layer, step, g, num_groups, clock, lane);
+  end_publish(layer, step, mark);
 }

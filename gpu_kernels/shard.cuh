@@ -21,7 +21,6 @@ struct alignas(16) Work {
   Item item;  // read and written sixteen bytes at a time
   int task;  // which chunk of the item
   u32 clock;  // the number by which its flags are known
-  bool fused;  // whether the last item's blocks combine
 };
 
 DEV const ShardPlace& place_of(const Layer& layer, int shard) { return layer.place[shard == layer.num_shards - 1]; }

@@ -24,7 +24,7 @@ ROW_TILE = 16  # rows of an expert that one load of weights is multiplied with i
 NUM_USES = 64  # steps without misses of which the host can still learn what they used
 USE_WORDS = 16  # of one of them
 USE_IDS = 22  # experts that it names at most
-FUSED_ROWS = 4  # without misses, up to so many rows are combined by the kernel that made the last part
+MAILED_ROWS = 4  # up to so many are in the mailbox at once, whether anything is missing or not
 RECORD_NBYTES = 320
 SPREAD_RECORD_NBYTES = 352  # in shared memory
 F32_BLOCK_NBYTES = 4 * BLOCK
@@ -62,7 +62,7 @@ _STRUCTS: Mapping[str, tuple[tuple[str, str], ...]] = {
         ("u32", "begin"), ("u32", "layer"), ("u32", "num_rows"), ("u32", "top_k"), ("u32", "num_groups"),
         ("u32", "num_missing"), ("u32", "clock"), ("u32[8]", "unused"), ("u32", "end"),
     ),
-    "Progress": (("u32*", "hidden"), ("u32*", "parts"), ("u32*", "combined")),
+    "Progress": (("u32*", "hidden"), ("u32*", "parts")),
     "Tiles": (("int", "whole"), ("int", "up"), ("int", "down")),
     "Prefill": (
         ("u64*", "source"), ("int*", "first"), ("int*", "rows"), ("int*", "order"), ("int*", "batch"),
@@ -116,7 +116,7 @@ def _c_field(declared: str, name: str) -> str:
 def c_header() -> str:
     """The text of ``words.cuh``: the structs, their sizes as checks, and the constants that both sides use."""
     lines = ["#pragma once"]
-    for name in ("UP_CHUNK", "CHUNKS", "DOWN_CHUNK", "ROW_TILE", "FUSED_ROWS", "NUM_USES", "USE_WORDS", "USE_IDS"):
+    for name in ("UP_CHUNK", "CHUNKS", "DOWN_CHUNK", "ROW_TILE", "MAILED_ROWS", "NUM_USES", "USE_WORDS", "USE_IDS"):
         lines.append(f"constexpr int {name} = {globals()[name]};")
     lines.append("enum ErrorWord { " + ", ".join(f"ERROR_{name.upper()}" for name in ERRORS) + " };")
     for name, fields in _STRUCTS.items():
@@ -190,10 +190,9 @@ def progress_words(address: int, max_items: int) -> NDArray[np.void]:
     words = np.zeros((), TYPES["Progress"])
     words["hidden"] = address
     words["parts"] = address + 4 * max_items * CHUNKS
-    words["combined"] = address + 8 * max_items * CHUNKS
     return words
 
 
 def progress_nbytes(max_items: int) -> int:
-    """Bytes of the flags of a list of up to ``max_items`` items: two a thread block, and its chunks of columns."""
-    return 4 * (2 * max_items + 1) * CHUNKS
+    """Bytes of the flags of a list of up to ``max_items`` items: two a thread block."""
+    return 8 * max_items * CHUNKS

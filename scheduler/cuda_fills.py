@@ -91,7 +91,7 @@ def _post_victims(run, num):
     kept = victims = 0
     for k in range(num):
         if fills.victim[k] >= 0:
-            add_update(run.wire.places[Place.PENDING], victims, fills.victim[k], -1, 0)
+            add_update(run.wire.places[Place.PENDING], victims, fills.victim[k], -1, _next_list(run.wire))
             victims += 1
         source, nbytes = _source(run.geometry, run.tables, fills.shard[k])
         if source + nbytes <= run.wire.places[Place.PINNED_END]:
@@ -130,8 +130,14 @@ def copy_listed(run):
 
 
 @compiled(counted=False)
+def _next_list(wire):
+    """The number of the pending list that is posted next."""
+    return (wire.control[Control.PENDING] + 1) & 0xFFFFFFFF
+
+
+@compiled(counted=False)
 def _post(wire, count, stage):
-    wire.control[Control.PENDING] = (wire.control[Control.PENDING] + 1) & 0xFFFFFFFF
+    wire.control[Control.PENDING] = _next_list(wire)
     release_list(wire.places[Place.PENDING], count, wire.control[Control.PENDING])
     wire.control[Control.FILL_STAGE] = stage
 
@@ -190,7 +196,7 @@ def _tend_copies(wire, geometry, tables, shards, slots):
     num = wire.control[Control.NUM_FILLS]
     if done == num:
         for k in range(num):
-            add_update(wire.places[Place.PENDING], k, shards[k], slots[k], 0)
+            add_update(wire.places[Place.PENDING], k, shards[k], slots[k], _next_list(wire))
         _post(wire, num, Stage.VALIDATING)
         return True
     if not ends_in_time(wire.control, mono_ns()):

@@ -117,10 +117,12 @@ def test_a_launch_is_data():
     progress = words.progress_words(4096, 24)
     made = launch.plan_launch(layout, layer, step, progress, 24, 64, 128)
     records = 8 * words.SPREAD_RECORD_NBYTES  # of a row of 2048
-    assert made.grid == (24 * 16 + 1, 1) and made.threads == 256
+    assert made.grid == (launch.PLAN_ITEMS * 16 + 1, 1) and made.threads == 256
     assert made.shared_nbytes == records + 16 * 2 * 1152 + 128 * 144
     assert launch.hit_launch(layout, layer, step, progress, 24).grid == (24 * 16, 1)
     assert launch.publish_launch(layer, step).shared_nbytes == 128 * launch.GROUPING_NBYTES
+    step["num_rows"] = 2
+    assert launch.plan_launch(layout, layer, step, progress, 48, 64, 128).grid == (48 * 16 + 1, 1)
 
 
 class FakeDriver:

@@ -102,6 +102,7 @@ def test_every_lane_gives_the_same_bits_and_fills_become_hits(backend_of, fmt, l
     device.begin(routing)  # what was filled or streamed is resident now
     if lane in (HIT, STREAM, FILL):
         assert device.state()["missing"] == 0
+        device.finish()
         device.check_output(routing)
 
 
@@ -203,6 +204,7 @@ def test_hidden_rows_at_odd_addresses(backend_of):
     device.step["x_stride"] = 404
     device.backend.launch(launches.publish_launch(device.layer, device.step))
     device.backend.launch(device._experts(0))
+    device.finish()
     device.check_output(routing)
 
 
@@ -258,7 +260,7 @@ def test_pending_updates_are_applied_after_the_look_up_and_acknowledged(backend_
     slot = device.free.pop()
     device._copy_to_slot(slot, device.shard_bytes(expert, 1))
     pending = device.at["pending"].array
-    pending[64:72].view(np.int32)[:] = expert * 2 + 1, slot  # of sixteen bytes
+    pending[64:76].view(np.int32)[:] = expert * 2 + 1, slot, 7  # of sixteen bytes
     pending[:8].view(np.int32)[:] = 7, 1
     device.begin(routing)
     assert device.at["acknowledged"].array[:4].view(np.uint32)[0] == 7
@@ -286,7 +288,7 @@ def test_a_slot_table_that_changes_under_the_hits_changes_no_output(backend_of, 
         slot = device.free.pop()
         device._copy_to_slot(slot, device.shard_bytes(expert, 1))
     pending = device.at["pending"].array
-    pending[64:72].view(np.int32)[:] = expert * 2 + 1, slot
+    pending[64:76].view(np.int32)[:] = expert * 2 + 1, slot, 7
     pending[:8].view(np.int32)[:] = 7, 1
     device.begin(routing)
     if change == "found":
