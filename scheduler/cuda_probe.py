@@ -116,14 +116,21 @@ def kind_of(runner: CudaRunner, layer: int, formats: Iterable[str], quick: bool 
 def measure_kind(runner: CudaRunner, kind: Kind, streams: bool) -> KindTimes:
     """Steps of a kind on each lane; streamed ones too if ``streams``, where slots are too few for all experts."""
     layer, most = kind.layers[0], kind.counts[-1]
-    us = {lane: lane_us(runner, kind.layers, kind.counts, lane) for lane in ("zero_copy", "cpu")}
+    us = _misses_us(runner, kind)
     resident = resident_experts(runner, layer)
     if streams and 0 < resident < runner.store.layers[layer].num_experts - most:
         streamed = [n for n in kind.counts if n <= resident]
         us["stream"] = lane_us(runner, [layer], streamed, "stream", fills=True)
     us["hit"] = hit_us(runner, layer, kind.counts)
+    # Others on the machine make times longer and never shorter, for a while: the better of two passes counts.
+    us |= {lane: list(map(min, us[lane], again)) for lane, again in _misses_us(runner, kind).items()}
     rows = min(BATCH_ROWS, runner.max_rows(1))
     return KindTimes(kind, us, _row_us(runner, kind, rows), rows, runner.num_threads)
+
+
+def _misses_us(runner: CudaRunner, kind: Kind) -> dict[str, list[float]]:
+    """us of steps by lane and number of missing experts."""
+    return {lane: lane_us(runner, kind.layers, kind.counts, lane) for lane in ("zero_copy", "cpu")}
 
 
 def _row_us(runner: CudaRunner, kind: Kind, rows: int) -> tuple[float, float]:

@@ -38,7 +38,7 @@ class Decoder:
     capture : bool
         On a GPU, run steps as a CUDA graph of the whole model where it can be captured.
     compile : bool
-        Run steps through ``torch.compile``, which takes half a minute or more before the first one and needs a C
+        Run steps through ``torch.compile``, which takes a minute or more before the first one and needs a C
         compiler. The model's own sums may then have other bits; lanes and slots still change none.
 
     Attributes
@@ -60,8 +60,7 @@ class Decoder:
         self.handle, self.model = handle, handle.model
         self.captured, self.why_not = False, ""
         self._capture = capture
-        # Each capacity is compiled for itself: sizes that may change make slower code.
-        self._compiled = torch.compile(self.model.forward, fullgraph=True, dynamic=False) if compile else None
+        self._compiled = _compiled(self.model.forward) if compile else None
         self._step: DecodeStep | None = None
         self._graph: Any = None
         self._stream: Any = None
@@ -271,6 +270,13 @@ class Decoder:
             if given.numel() and int(given.min()) <= NOT_GIVEN:
                 raise ArrayError(f"given: token {int(given.min())}, but tokens are 0 and above; leave such out")
         return input_ids.to(device, torch.int64), mask, given
+
+
+def _compiled(forward: Callable[..., Any]) -> Callable[..., Any]:
+    """Each capacity is compiled for itself: sizes that may change make slower code. Tuning by coordinate descent also
+    has products with a single row made by kernels that read each weight once, beside what comes before and after."""
+    options = {"coordinate_descent_tuning": True}
+    return torch.compile(forward, fullgraph=True, dynamic=False, options=options)
 
 
 class _Watch:
