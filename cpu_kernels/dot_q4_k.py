@@ -89,24 +89,31 @@ def _sums_avx2(e: Emitter, rows: Sequence[V], scales: Sequence[V], record: V) ->
             at = 4 * r + 2 * (g % 2)
             pair = e.shuffle_bytes(words[g // 2], e.const(I8X32, [at, 128, at + 1, 128] * 8)).view(I16X16)
             sums[r] = sums[r] + e.madd(u.shuffle(_UNPACK[0], v) + u.shuffle(_UNPACK[1], v), pair)
-    return sums
+    return e.sum4(sums)
 
 
 def _sums_avx512(e: Emitter, rows: Sequence[V], scales: Sequence[V], record: V) -> list[V]:
-    """Four-product sums are at most 4 * 15 * 127: packed to words they meet their scales in one vpdpwssd."""
-    sums = [e.const(I32X16, 0)] * 4
+    """Four-product sums are at most 4 * 15 * 127: packed to words, two rows in a vector, they meet their scales
+    in one vpdpwssd."""
+    sums = [e.const(I32X16, 0)] * 2
     for half in (0, 1):
         words = scales[half].shuffle(list(range(4)) * 4).view(I8X64)
         x = [e.load(I8X32, record + (128 * half + 32 * k)) for k in range(4)]
-        x_low, x_high = x[0].shuffle(range(64), x[2]), x[1].shuffle(range(64), x[3])
-        for r, p in enumerate(rows):
-            quants = e.load(I8X64, p + (_QUANTS + 64 * half))
-            zero = e.const(I32X16, 0)
-            low, high = e.dot_bytes(zero, quants & 15, x_low), e.dot_bytes(zero, quants >> 4, x_high)
-            pick = [[at, 128] * 4 + [at + 1, 128] * 4 for at in (4 * r, 4 * r, 4 * r + 2, 4 * r + 2)]
-            factors = e.shuffle_bytes(words, e.const(I8X64, sum(pick, []))).view(I16X32)
-            sums[r] = e.dot_words(sums[r], e.pack_words(low, high), factors)
-    return sums
+        xs = x[0].shuffle(range(64), x[2]), x[1].shuffle(range(64), x[3])
+        quants = [e.load(I8X64, p + (_QUANTS + 64 * half)) for p in rows]
+        for pair in (0, 1):
+            for k in (0, 1):
+                a, b = (
+                    e.dot_bytes(e.const(I32X16, 0), q >> 4 if k else q & 15, xs[k])
+                    for q in quants[2 * pair : 2 * pair + 2]
+                )
+                at = 8 * pair + k
+                pick = [[at + g, 128] * 4 + [at + g + 4, 128] * 4 for g in (0, 0, 2, 2)]
+                factors = e.shuffle_bytes(words, e.const(I8X64, sum(pick, []))).view(I16X32)
+                sums[pair] = e.dot_words(sums[pair], e.pack_words(a, b), factors)
+    u, v = sums
+    even, odd = ([4 * q + lane for q in range(4) for lane in lanes] for lanes in ((0, 2, 16, 18), (1, 3, 17, 19)))
+    return (u.shuffle(even, v) + u.shuffle(odd, v)).fold(4)
 
 
 def _sums_portable(e: Emitter, rows: Sequence[V], scales: Sequence[V], record: V) -> list[V]:
@@ -122,7 +129,7 @@ def _sums_portable(e: Emitter, rows: Sequence[V], scales: Sequence[V], record: V
             at = 4 * r + 2 * (g % 2)
             pair = factors[g // 2].shuffle([at] * 8 + [at + 1] * 8)
             sums[r] = sums[r] + e.madd(low.fold(8).shuffle(range(16), high.fold(8)), pair)
-    return sums
+    return e.sum4(sums)
 
 
 _SUMS = {"avx2": _sums_avx2, "avx512": _sums_avx512, "portable": _sums_portable}
@@ -131,7 +138,7 @@ _SUMS = {"avx2": _sums_avx2, "avx512": _sums_avx512, "portable": _sums_portable}
 def _block4(e: Emitter, p0: V, p1: V, p2: V, p3: V, *rest: V) -> V:
     rows, record = (p0, p1, p2, p3), rest[4]
     dm, sc_low, sc_high, mn_low, mn_high = _headers(e, rows)
-    i1 = e.sum4(_SUMS[e.isa](e, rows, (sc_low, sc_high), record))
+    i1 = _SUMS[e.isa](e, rows, (sc_low, sc_high), record)
     return _value(e, dm, i1, _min_sums(e, mn_low, mn_high, record), record)
 
 
