@@ -20,6 +20,7 @@ from trilane.cpu_kernels.emit import (
     I8X32,
     I8X64,
     I16X4,
+    I16X8,
     I16X16,
     I16X32,
     I32X4,
@@ -27,6 +28,7 @@ from trilane.cpu_kernels.emit import (
     I32X16,
     Emitter,
     V,
+    Vec,
     emitted,
     f32,
 )
@@ -60,13 +62,14 @@ def _min_sums(e: Emitter, mn_low: V, mn_high: V, record: V) -> V:
         sums = e.load(I16X4, record + (_BS32 + 8 * k)).shuffle(list(range(4)) * 4)
         parts.append(e.madd(mins.view(I8X16).zext(I16X16), sums))
     total = parts[0] + parts[1]
-    return total.shuffle([0, 2, 4, 6]) + total.shuffle([1, 3, 5, 7])
+    above = (total.view(Vec("i64", 4)) >> 32).view(I32X8)  # not vphaddd: that takes longer
+    return (total + above).shuffle([0, 2, 4, 6])
 
 
 def _value(e: Emitter, dm: V, i1: V, i2: V, record: V) -> V:
-    d_x = e.splat(e.load(f32, record + _D), 4)
-    d = e.half_to_float(dm.trunc(I16X4)) * d_x
-    dmin = e.half_to_float((dm >> 16).trunc(I16X4)) * d_x
+    halves = dm.view(I16X8).shuffle([0, 2, 4, 6, 1, 3, 5, 7])  # d of the four rows, then dmin
+    both = e.half_to_float(halves) * e.splat(e.load(f32, record + _D), 8)
+    d, dmin = both.shuffle(range(4)), both.shuffle(range(4, 8))
     return e.fma(d, i1.to_float(F32X4), -(dmin * i2.to_float(F32X4)))
 
 
@@ -138,8 +141,9 @@ _SUMS = {"avx2": _sums_avx2, "avx512": _sums_avx512, "portable": _sums_portable}
 def _block4(e: Emitter, p0: V, p1: V, p2: V, p3: V, *rest: V) -> V:
     rows, record = (p0, p1, p2, p3), rest[4]
     dm, sc_low, sc_high, mn_low, mn_high = _headers(e, rows)
+    i2 = _min_sums(e, mn_low, mn_high, record)  # before the many registers of I1 are in use
     i1 = _SUMS[e.isa](e, rows, (sc_low, sc_high), record)
-    return _value(e, dm, i1, _min_sums(e, mn_low, mn_high, record), record)
+    return _value(e, dm, i1, i2, record)
 
 
 def make_rows(isa: str) -> Any:

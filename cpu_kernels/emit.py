@@ -191,13 +191,21 @@ class Emitter:
 
     # ---- exact integer sums
     def sum4(self, rows: Sequence[V]) -> V:
-        """Four equal integer vectors -> ``<4 x i32>`` whose lane r is the sum of vector r's lanes."""
-        rows = [v.fold(4) for v in rows]
-        return self._add_pairs(self._add_pairs(rows[0], rows[1]), self._add_pairs(rows[2], rows[3]))
+        """Four equal integer vectors -> ``<4 x i32>`` whose lane r is the sum of vector r's lanes.
+
+        Whole vectors are interleaved and added, the halves only at the end; x86 has instructions for
+        horizontal sums, but they take longer.
+        """
+        a, b, c, d = rows
+        n = a.ir.type.count
+        ab, cd = self._add_halves(a, b, [0, n, 1, n + 1]), self._add_halves(c, d, [0, n, 1, n + 1])
+        return self._add_halves(ab, cd, [0, 1, n, n + 1]).fold(4)
 
     @staticmethod
-    def _add_pairs(a: V, b: V) -> V:
-        return a.shuffle([0, 2, 4, 6], b) + a.shuffle([1, 3, 5, 7], b)
+    def _add_halves(a: V, b: V, low: Sequence[int]) -> V:
+        """In each four lanes, the low halves of ``a`` and ``b``, in the order given, plus the high halves."""
+        lanes = [four + lane for four in range(0, a.ir.type.count, 4) for lane in low]
+        return a.shuffle(lanes, b) + a.shuffle([lane + 2 for lane in lanes], b)
 
     # ---- operations with an instruction of their own
     def _x86(self, by_bits: dict[int, str], t: ir.Type, *args: V) -> V | None:
