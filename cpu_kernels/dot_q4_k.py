@@ -141,8 +141,11 @@ _SUMS = {"avx2": _sums_avx2, "avx512": _sums_avx512, "portable": _sums_portable}
 def _block4(e: Emitter, p0: V, p1: V, p2: V, p3: V, *rest: V) -> V:
     rows, record = (p0, p1, p2, p3), rest[4]
     dm, sc_low, sc_high, mn_low, mn_high = _headers(e, rows)
-    i2 = _min_sums(e, mn_low, mn_high, record)  # before the many registers of I1 are in use
-    i1 = _SUMS[e.isa](e, rows, (sc_low, sc_high), record)
+    sums, scales = _SUMS[e.isa], (sc_low, sc_high)
+    if e.isa == "portable":  # the order decides what is kept in registers: each is the faster one
+        i1, i2 = sums(e, rows, scales, record), _min_sums(e, mn_low, mn_high, record)
+    else:
+        i2, i1 = _min_sums(e, mn_low, mn_high, record), sums(e, rows, scales, record)
     return _value(e, dm, i1, i2, record)
 
 
