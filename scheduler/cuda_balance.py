@@ -57,11 +57,8 @@ def lean_to(profile: MachineProfile, lean: float) -> MachineProfile:
     assert profile.link_slowdown is not None and profile.cpu_slowdown is not None
     cpu = (1 - profile.cpu_slowdown) * lean
     link = (1 - profile.link_slowdown) / max(1.0, cpu)
-    return replace(profile, link_slowdown=_lost(link), cpu_slowdown=_lost(cpu))
-
-
-def _lost(left: float) -> float:
-    return min(MOST_SLOWDOWN, max(0.0, 1 - left))
+    lost = (min(MOST_SLOWDOWN, max(0.0, 1 - part)) for part in (link, cpu))
+    return replace(profile, **dict(zip(("link_slowdown", "cpu_slowdown"), lost, strict=True)))
 
 
 def _split_us(
