@@ -17,7 +17,6 @@ from trilane.calibrate import Skipped
 from trilane.config import Config
 from trilane.cpu_kernels.formats import format_of
 from trilane.cpu_kernels.layout import ExpertLayout
-from trilane.cuda_balance import measure_balance
 from trilane.cuda_beside import measure_beside, measure_link, measure_together
 from trilane.cuda_copies import CopyProbe
 from trilane.cuda_probe import Kind, kind_of, measure_kind, rate_fields, step_fields
@@ -27,7 +26,7 @@ from trilane.gpu_kernels import pinned_reader
 from trilane.gpu_kernels.cuda_device import array_at
 from trilane.gpu_kernels.pinned_reader import PieceReading, PinnedReader
 from trilane.probes.machine import available_nbytes, largest_cache_nbytes
-from trilane.profile import Curve, MachineProfile
+from trilane.profile import Curve
 from trilane.random_store import StepShape, random_store
 
 STORE_NBYTES, QUICK_STORE_NBYTES, MOST_STORE_NBYTES = 256 << 20, 160 << 20, 1 << 30
@@ -53,7 +52,6 @@ class Bench:
     runner: CudaRunner
     format: str
     quick: bool
-    known: MachineProfile = field(default_factory=MachineProfile)  # what was measured before
     stack: contextlib.ExitStack = field(default_factory=contextlib.ExitStack)
 
     @property
@@ -135,20 +133,12 @@ def _measure_together(bench: Bench) -> dict[str, Any]:
     return {**pair, **measure_together(runner, bench.copies, bench.reader, *rest)}
 
 
-def _measure_balance(bench: Bench) -> dict[str, Any]:
-    kind = bench.kind
-    if bench.known.link_slowdown is None or not bench.known.knows(bench.format):
-        raise Skipped("the lanes' rates beside each other are not known")
-    return measure_balance(bench.runner, bench.known, kind.layers, kind.counts)
-
-
 BASE_PROBES = (
     GpuProbe("copies", "GPU: copies over the link", _measure_copies),
     GpuProbe("link", "GPU: the link while it copies", _measure_link),
     GpuProbe("in_place", "GPU: reads in place", _measure_in_place),
     GpuProbe("steps", "GPU: whole steps", _measure_steps),
     GpuProbe("together", "GPU: all lanes together", _measure_together),
-    GpuProbe("balance", "GPU: steps by how they are split", _measure_balance),
 )
 
 

@@ -109,7 +109,6 @@ class _Run:
         self._tell(probe.title, part)
         try:
             with device_errors():
-                bench.known = self.profile
                 self.profile = with_fields(self.profile, probe.measure(bench))
         except (Skipped, DeviceError) as reason:
             self._skip(probe.name, str(reason))

@@ -14,7 +14,6 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from trilane.cuda_balance import measure_balance
 from trilane.cuda_beside import measure_beside
 from trilane.cuda_copies import CopyProbe
 from trilane.cuda_machine import cuda_machine
@@ -89,7 +88,6 @@ def calibrate_cuda(runner: CudaRunner) -> MachineProfile:
     with contextlib.closing(CopyProbe(runner)) as copies:
         profile = MachineProfile(machine=cuda_machine(runner.driver), pinned_to_device=copies.curve())
         seen: set[str] = set()
-        first: Kind | None = None
         for layer, described in enumerate(runner.store.layers):
             new = set(layer_formats(described)) - seen
             if not new:
@@ -100,10 +98,8 @@ def calibrate_cuda(runner: CudaRunner) -> MachineProfile:
             if not seen:
                 beside = measure_beside(runner, copies, kind.layers, kind.counts[-1], kind.nbytes)
                 in_place = Curve((1.0,), (times.known("zero_copy").gb_s,))
-                profile, first = with_fields(profile, {"zero_copy": in_place, **step_fields(times), **beside}), kind
+                profile = with_fields(profile, {"zero_copy": in_place, **step_fields(times), **beside})
             seen |= new
-        if first is not None:
-            profile = with_fields(profile, measure_balance(runner, profile, first.layers, first.counts))
     runner.reset()
     return profile
 

@@ -22,7 +22,6 @@ from trilane import (
     ExpertScheduler,
     ProbeError,
     ProfileError,
-    cuda_balance,
     cuda_bench,
     cuda_beside,
     cuda_calibrate,
@@ -123,7 +122,7 @@ def test_memory_that_cannot_be_pinned_is_a_reason(played, monkeypatch):
 
     monkeypatch.setattr(trilane.cuda_runner, "CudaDriver", make)
     profile = calibrate_gpu(quick=True, formats=("q8_0",)).profile
-    assert set(profile.skipped) == {"copies", "link", "in_place", "together", "balance"}
+    assert set(profile.skipped) == {"copies", "link", "in_place", "together"}
     assert "out of memory" in profile.skipped["copies"] and profile.pinned_to_device is None
 
 
@@ -156,40 +155,6 @@ def test_the_reading_kernel_reads_what_is_there():
     reader.close()
     driver.free_mapped(address)
     assert not driver.blocks
-
-
-@pytest.mark.parametrize(("cpu", "link"), [(0.0, 0.1), (0.3, 0.0), (0.1, 0.2)])
-@pytest.mark.parametrize("lean", cuda_balance.LEANS)
-def test_a_lean_moves_the_lanes_rates_apart_by_its_factor(cpu, link, lean):
-    """Beside each other; no lane becomes faster than it is alone."""
-    profile = make_profile(cpu_slowdown=cpu, link_slowdown=link)
-    leant = cuda_balance.lean_to(profile, lean)
-    parts = [(1 - one.cpu_slowdown) / (1 - one.link_slowdown) for one in (profile, leant)]
-    assert parts[1] / parts[0] == pytest.approx(lean) and min(leant.cpu_slowdown, leant.link_slowdown) >= 0
-    assert cuda_balance.lean_to(profile, 1.0).cpu_slowdown == pytest.approx(cpu)
-
-
-@pytest.mark.parametrize(("best", "gain", "taken"), [(0.87, 0.05, 0.87), (1.32, 0.05, 1.32), (1.15, 0.01, 1.0)])
-def test_the_belief_with_the_shortest_steps_is_kept(played, monkeypatch, best, gain, taken):
-    """Where it is shorter by more than noise; the runner's own rates come back."""
-    profile = make_profile(cpu_slowdown=0.2, link_slowdown=0.1)
-    wanted = cuda_balance.lean_to(profile, best).cpu_slowdown, cuda_balance.lean_to(profile, best).link_slowdown
-
-    def us(probe, experts):
-        rates = probe.runner.rates[0]
-        is_best = (rates.cpu_slowdown, rates.link_slowdown) == pytest.approx(wanted)
-        return 100.0 * probe.num_experts * (1 - gain * is_best)
-
-    monkeypatch.setattr(cuda_balance.StepProbe, "us", us)
-    store, config = random_store("q8_0", hidden=256), {"cache": {"fraction": 0.5}, "cpu": {"threads": 1}}
-    given = make_profile(machine=gpu_machine())
-    with ExpertScheduler(store, profile=given, config=config, device="cuda") as scheduler:
-        runner = scheduler._runner
-        before = runner.rates
-        found = cuda_balance.measure_balance(runner, profile, [0], (1, 2))
-        assert all(one is other for one, other in zip(runner.rates, before, strict=True))
-    lean = cuda_balance.lean_to(profile, taken)
-    assert found == {"link_slowdown": lean.link_slowdown, "cpu_slowdown": lean.cpu_slowdown}
 
 
 @pytest.mark.gpu
