@@ -73,13 +73,13 @@ def _value(e: Emitter, dm: V, i1: V, i2: V, record: V) -> V:
     return e.fma(d, i1.to_float(F32X4), -(dmin * i2.to_float(F32X4)))
 
 
-# ---- I1, one way per instruction set: four vectors of partial sums, one a row
+# ---- I1 of the four rows, one way per instruction set
 _UNPACK = [  # lanes of (u, v): four of each, interleaved, from either half of each 128 bits
     [8 * half + base + at + k for half in (0, 1) for k in range(4) for base in (0, 16)] for at in (0, 4)
 ]
 
 
-def _sums_avx2(e: Emitter, rows: Sequence[V], scales: Sequence[V], record: V) -> list[V]:
+def _sums_avx2(e: Emitter, rows: Sequence[V], scales: Sequence[V], record: V) -> V:
     """Pair sums are at most 2 * 15 * 127, so words hold four products; a low word beside its high word
     meets the pair of scales (2 g, 2 g + 1)."""
     words = [s.shuffle(list(range(4)) * 2).view(I8X32) for s in scales]
@@ -95,7 +95,7 @@ def _sums_avx2(e: Emitter, rows: Sequence[V], scales: Sequence[V], record: V) ->
     return e.sum4(sums)
 
 
-def _sums_avx512(e: Emitter, rows: Sequence[V], scales: Sequence[V], record: V) -> list[V]:
+def _sums_avx512(e: Emitter, rows: Sequence[V], scales: Sequence[V], record: V) -> V:
     """Four-product sums are at most 4 * 15 * 127: packed to words, two rows in a vector, they meet their scales
     in one vpdpwssd."""
     sums = [e.const(I32X16, 0)] * 2
@@ -119,7 +119,7 @@ def _sums_avx512(e: Emitter, rows: Sequence[V], scales: Sequence[V], record: V) 
     return (u.shuffle(even, v) + u.shuffle(odd, v)).fold(4)
 
 
-def _sums_portable(e: Emitter, rows: Sequence[V], scales: Sequence[V], record: V) -> list[V]:
+def _sums_portable(e: Emitter, rows: Sequence[V], scales: Sequence[V], record: V) -> V:
     """Which four products share a word (4 * 15 * 127) does not matter: halves are added, nothing shuffled."""
     factors = [s.view(I8X16).zext(I16X16) for s in scales]
     sums = [e.const(I32X8, 0)] * 4
