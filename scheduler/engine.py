@@ -22,6 +22,7 @@ from trilane.arrays import HostView, like_input
 from trilane.calibrate import this_machine
 from trilane.config import Config
 from trilane.cpu_kernels.team import TeamClosed, TeamError, TeamForked
+from trilane.devices import check_device
 from trilane.errors import (
     ArrayError,
     ArrayTypeError,
@@ -46,7 +47,6 @@ from trilane.stats import Stats, make_stats
 from trilane.store import ExpertStore
 from trilane.warm_file import warm_file
 
-DEVICES = ("host", "cuda", "auto")
 log = logging.getLogger("trilane")
 
 
@@ -139,8 +139,7 @@ class ExpertScheduler:
         config: Config | EffectiveConfig | Mapping[str, Any] | str | os.PathLike[str] | None = None,
         device: str = "host",
     ) -> None:
-        if device not in DEVICES:
-            raise DeviceError(f"device {device!r}: there are {', '.join(map(repr, DEVICES))}; use one of them")
+        check_device(device)
         if not isinstance(store, ExpertStore):
             raise StoreError(
                 f"store: {str(store)[:80]!r} is a {type(store).__name__}, but an ExpertStore is needed; load a model "

@@ -9,6 +9,7 @@ import typer
 
 from trilane.commands.numbers import whole
 from trilane.commands.options import DEVICE, FILE, FOLDER, FORMAT, SIZE, N, device_option, size_option
+from trilane.devices import DEVICES
 
 if TYPE_CHECKING:
     from trilane.engine import ExpertScheduler
@@ -42,7 +43,6 @@ Tokenizer = Annotated[
     Path | None,
     typer.Option(metavar=FOLDER, help="Folder with a tokenizer of transformers. Default: the model's own."),
 ]
-DEVICES = ("auto", "host", "cuda")
 
 
 def check_early(model: str, device: str, policy: Path | None = None, tokenizer: Path | None = None) -> None:

@@ -11,11 +11,11 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from trilane.commands.options import DEVICE, FILE, AsJson, device_option
+from trilane.devices import DEVICES
 
 if TYPE_CHECKING:
     from trilane.calibrate import Calibration
 
-DEVICES = ("auto", "host", "cuda")
 HOST_S = 14.0  # for the host's passes where a GPU is measured, too
 HOST_PART = 0.6  # of the bar
 

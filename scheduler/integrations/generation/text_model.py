@@ -64,6 +64,11 @@ class TextModel:
             return messages[-1]["content"]
         return self.tokenizer.apply_chat_template(list(messages), tokenize=False, add_generation_prompt=True)
 
+    @property
+    def most_tokens(self) -> int | None:
+        """Tokens of a text, prompt included, that the model is made for; None where its configuration says nothing."""
+        return getattr(self.handle.model.config, "max_position_embeddings", None)
+
     def check_length(self, tokens: int) -> None:
         """Refuse a text that is longer than the model is made for.
 
@@ -71,7 +76,7 @@ class TextModel:
         ------
         ModelFileError
         """
-        most = getattr(self.handle.model.config, "max_position_embeddings", None)
+        most = self.most_tokens
         if most is not None and tokens > most:
             raise ModelFileError(
                 f"{self.name}: --max-tokens {tokens:,} is more than the {most:,} that the model is made for, prompt "

@@ -48,7 +48,7 @@ class ServedModel(ModelManager):
         self.tokenizer, self.has_template = served_tokenizer(model), bool(model.tokenizer.chat_template)
         self.model = model.handle.model
         self.model.generation_config = served_generation(model)
-        self.most_tokens: int | None = getattr(self.model.config, "max_position_embeddings", None)
+        self.most_tokens = model.most_tokens
         self._created = int(time.time())
 
     @staticmethod

@@ -11,7 +11,8 @@ from typing import Any
 import torch
 
 from trilane.config import Config
-from trilane.engine import DEVICES, ExpertScheduler
+from trilane.devices import check_device
+from trilane.engine import ExpertScheduler
 from trilane.errors import DeviceError, StoreError, TrilaneError
 from trilane.integrations.transformers.experts import ModuleExperts
 from trilane.integrations.transformers.forward import NAME, bind, register
@@ -88,8 +89,7 @@ def choose_device(device: str) -> str:
     DeviceError
         An unknown name, or torch sees no GPU where one was asked for.
     """
-    if device not in DEVICES:
-        raise DeviceError(f"device {device!r}: there are {', '.join(map(repr, DEVICES))}; use one of them")
+    check_device(device)
     has_gpu = torch.cuda.is_available()
     if device == "cuda" and not has_gpu:
         raise DeviceError(
