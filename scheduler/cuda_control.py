@@ -23,14 +23,13 @@ from trilane.cuda_copier import await_issue, post_copies, thaw, watch_landing
 from trilane.cuda_fills import begin_background, fill_ns, tend_fills
 from trilane.cuda_mail import await_rows, take_mail, take_use
 from trilane.cuda_plan import NUM_COPIES, NUM_CPU, lay_out_cpu, lay_out_plan, release_plan
+from trilane.cuda_tape import tape_plan, tape_touch, tape_use
 from trilane.cuda_words import END, Control, Failure, Fault, Marks, Place, control_word, fail, u32_at
-from trilane.eviction import settle_expert, touch_expert
 from trilane.host_step import cut_tasks, point_rows
 from trilane.jit import compiled, native
 from trilane.journal import write_plan
-from trilane.planner import learn_step, note_step, plan_layer
+from trilane.planner import learn_step, note_stamp, note_step, plan_layer
 from trilane.stash import on_stashes
-from trilane.state import LRU
 
 TEAM_SLICE_NS = 5_000_000
 WATCH_NS = 5_000_000
@@ -63,6 +62,7 @@ def answer_mail(run, rates):
         store32_at(wire.places[Place.CPU_FLAG], np.int32(sequence))
     await_issue(wire, copies)
     wire.control[Control.ANSWERED] = sequence
+    tape_plan(run, layer, clock, num_experts)
     learn_step(run.state, run.geometry, run.options, layer, g.experts, num_experts)
     write_plan(run.journal, run.geometry, layer, clock, g.experts, g.rows, num_experts, run.work)
     run.lane_us[:] = 0.0
@@ -74,7 +74,7 @@ def answer_mail(run, rates):
     first = run.geometry.first_expert[layer]
     for i in range(num_experts):
         run.seen[first + g.experts[i]] = clock
-    count_hits(wire, run.seen, run.state, run.geometry, clock)
+    count_hits(run, clock)
     wire.control[Control.USED] = clock
     wire.control[Control.FILL_NS] = fill_ns(rates, run.geometry.shard_nbytes[layer, 0])
     begin_background(run, layer)
@@ -120,6 +120,7 @@ def learn_use(run):
             return False
     for i in range(num):
         run.seen[first + g.experts[i]] = clock
+    tape_use(run, layer, clock, num)
     note_step(run.state, run.geometry, run.options, layer, g.experts, num, clock)
     begin_background(run, layer)
     return True
@@ -175,11 +176,12 @@ def _await_team(wire, ticket):
 
 # ------------------------------------------------------------------------------------------- what happened
 @compiled(counted=False)
-def count_hits(wire, seen, state, geometry, clock):
+def count_hits(run, clock):
     """Uses in steps without misses, which only the GPU saw: its stamps say when an expert was last routed to.
 
     Looks at some experts after each step, in turn, so that the next mailbox never waits for all of them.
     """
+    wire, seen, state = run.wire, run.seen, run.state
     first, stamps = wire.control[Control.HITS_SEEN], wire.places[Place.STAMPS]
     end = min(first + STAMPS_AT_ONCE, seen.size)
     wire.control[Control.HITS_SEEN] = end if end < seen.size else 0
@@ -187,11 +189,8 @@ def count_hits(wire, seen, state, geometry, clock):
         stamp = clock - ((clock - u32_at(stamps + 4 * expert)) & 0xFFFFFFFF)  # a later step's is not counted yet
         if stamp > seen[expert]:
             seen[expert] = stamp
-            if state.eviction == LRU:
-                state.score[expert] = max(state.score[expert], float(stamp))
-                settle_expert(state, state.pool_of[geometry.layer_of[expert]], expert)
-            else:
-                touch_expert(state, geometry, expert, state.clock[0])
+            tape_touch(run, expert, stamp)
+            note_stamp(state, run.geometry, expert, stamp)
 
 
 # ------------------------------------------------------------------------------------------------ threads

@@ -21,6 +21,7 @@ from trilane.cpu_kernels import layout
 from trilane.cpu_kernels.atomics import mono_ns
 from trilane.cuda_copier import copy_by_segment, post_fill
 from trilane.cuda_plan import add_update, release_list
+from trilane.cuda_tape import tape_background, tape_given_up, tape_hint, tape_settled
 from trilane.cuda_words import Control, Failure, Fills, Place, Stage, u32_at
 from trilane.expert import decision, expert_of
 from trilane.host_step import source_address
@@ -28,6 +29,7 @@ from trilane.jit import compiled
 from trilane.planner import plan_background, plan_fills
 from trilane.residency import drop_fill, land_fill
 from trilane.stats import Total
+from trilane.traces.trace import LANDED, UNDER_WAY
 from trilane.wanted import list_coming
 
 MOST_AT_ONCE, LEAST_IDLE = 8, 3
@@ -52,6 +54,7 @@ def begin_fills(run):
         return 0
     layer, num_hints, clock = control[Control.HINT_LAYER], control[Control.NUM_HINTS], run.state.clock[0]
     num = plan_fills(run.state, run.geometry, run.options, layer, run.hints, num_hints, clock, run.fills)
+    tape_hint(run, layer, num_hints, num)
     return _post_victims(run, num)
 
 
@@ -59,14 +62,16 @@ def begin_fills(run):
 def begin_background(run, layer):
     """The same for what the policy wants in slots after a step of a layer, if the link is idle for long enough."""
     control = run.wire.control
-    if not run.options.background or not _may_begin(run.wire):
+    if not run.options.background or control[Control.NO_FILLS] != 0 or not _may_begin(run.wire):
         return 0
     most = fills_at_once(control[Control.IDLE_NS], control[Control.FILL_NS])
     if most == 0:
         return 0
     if run.state.past.shape[2] > 0:
         list_coming(run.state, run.geometry, run.options, layer)
-    return _post_victims(run, plan_background(run.state, run.geometry, run.options, most, run.fills))
+    num = plan_background(run.state, run.geometry, run.options, most, run.fills)
+    tape_background(run, most, num)
+    return _post_victims(run, num)
 
 
 @decision
@@ -89,6 +94,7 @@ def _post_victims(run, num):
     control = run.wire.control
     fills = Fills(run.fills.fill_shard, run.fills.fill_slot, run.fills.fill_victim)
     kept = victims = 0
+    settled = -1
     for k in range(num):
         if fills.victim[k] >= 0:
             add_update(run.wire.places[Place.PENDING], victims, fills.victim[k], -1, _next_list(run.wire))
@@ -98,6 +104,8 @@ def _post_victims(run, num):
             fills.shard[kept], fills.slot[kept] = fills.shard[k], fills.slot[k]
             kept += 1
         else:  # a copy from pageable memory would hold this thread up
+            settled = tape_settled(run, num, UNDER_WAY) if settled < 0 else settled
+            tape_given_up(run, settled, k)
             drop_fill(run.state, run.geometry, fills.slot[k], fills.shard[k])
     run.totals[Total.EVICTIONS] += victims
     if num > 0:
@@ -169,6 +177,7 @@ def tend_fills(run):
     elif stage == Stage.SETTLING:
         wire.control[Control.FILL_STAGE] = Stage.COPYING
     else:  # the GPU knows the new entries: from here on they are the planner's too
+        tape_settled(run, wire.control[Control.NUM_FILLS], LANDED)
         for k in range(wire.control[Control.NUM_FILLS]):
             land_fill(run.state, run.geometry, run.fills.fill_slot[k], run.fills.fill_shard[k])
             run.totals[Total.BACKGROUND_FILLS] += 1

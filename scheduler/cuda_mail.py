@@ -77,8 +77,8 @@ def _take_whole(wire, grouping, num_layers):
     if u32_at(mail + END) != sequence or u32_at(mail + BEGIN) != sequence:
         return -1
     layer, num_groups = load_i32(mail + LAYER), load_i32(mail + NUM_GROUPS)
-    num_rows = load_i32(mail + NUM_ROWS)
-    entries = num_rows * load_i32(mail + TOP_K)
+    num_rows, ranks = load_i32(mail + NUM_ROWS), load_i32(mail + TOP_K)
+    entries = num_rows * ranks
     clock = u32_at(mail + CLOCK)
     if not _fits(wire, grouping, num_layers, layer, num_groups, entries):
         return -1
@@ -86,6 +86,7 @@ def _take_whole(wire, grouping, num_layers):
     fence()
     if u32_at(mail + BEGIN) != sequence:
         return -1
+    wire.control[Control.RANKS] = ranks
     _begin_step(wire, sequence, num_groups, num_rows, clock)
     return layer
 

@@ -6,11 +6,13 @@ state while it runs; who wants to look at it holds that thread for a moment.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -26,6 +28,7 @@ from trilane.cuda_fills import begin_fills, copy_listed, forget_fills
 from trilane.cuda_launches import StepLaunches
 from trilane.cuda_places import make_places
 from trilane.cuda_prefill import CudaPrefill
+from trilane.cuda_recorder import TAPE_ENTRIES, TAPE_EVENTS, CudaRecorder
 from trilane.cuda_threads import WAIT_NAP_S, CudaThreads
 from trilane.cuda_words import Control, CudaStep, Fault, Wire
 from trilane.errors import DeviceError, TrilaneError
@@ -40,12 +43,13 @@ from trilane.journal import StoryEntry, expert_story, last_plan, make_journal
 from trilane.plan import Options, make_work
 from trilane.policy import empty_state, gpu_options, num_slots
 from trilane.prefill_batches import routed_experts
-from trilane.recorder import Recorder
+from trilane.recorder import trace_meta
 from trilane.routing import make_grouping
 from trilane.stash import Stash, on_stashes, stash_each
 from trilane.state import State
 from trilane.stats import NUM_LANES, LaneTotal, Total
 from trilane.store import ExpertStore
+from trilane.tape import make_tape
 from trilane.warm_file import WarmFile
 from trilane.warm_keeper import WarmKeeper
 from trilane.warm_start import WarmState
@@ -78,7 +82,7 @@ class CudaRunner:
 
     def __init__(self, store: ExpertStore, config: Config, driver: Driver | None = None) -> None:
         self.store, self.config = store, config
-        self.recorder: Recorder | None = None  # steps on a GPU are not recorded yet
+        self.recorder: CudaRecorder | None = None
         self._pid, self._closed = os.getpid(), False
         isa = available_isa(config.cpu.isa)
         self.geometry = store_geometry(store)
@@ -155,7 +159,7 @@ class CudaRunner:
         self._held = CudaStep(
             wire, self.tables, self.ws, self.grouping, np.zeros(int(geometry.first_expert[-1]), np.int64),
             np.zeros(self.shape.max_experts, np.int32), self.state, geometry, self.options, self._work,
-            self._fill_work, self.journal, self._totals, np.zeros(3),
+            self._fill_work, self.journal, self._totals, np.zeros(3), make_tape(1, 1),
         )  # fmt: skip
         self._run, self._frozen = self._stash_both()
 
@@ -180,7 +184,7 @@ class CudaRunner:
     def rates(self, rates: Sequence[Rates]) -> None:
         before, self._rate_stashes = self._rate_stashes, stash_each(rates)
         self._rates = list(rates)
-        with self.threads.holding():
+        with self._changing():
             self._rate_addresses[:] = [stash.address for stash in self._rate_stashes]
         del before
 
@@ -192,13 +196,27 @@ class CudaRunner:
     def use_options(self, options: Options) -> Options:
         """Plan with other options from now on; those used before."""
         before, self.options = self.options, options
-        with self.threads.holding():
+        self._use(self._held._replace(options=options))
+        return before
+
+    def _use(self, held: CudaStep) -> None:
+        """Let the control thread work with this from now on."""
+        with self._changing():
             old = self._run, self._frozen
-            self._held = self._held._replace(options=options)
+            self._held = held
             self._run, self._frozen = self._stash_both()
             self.threads.use(self._run, self._frozen)
         del old
-        return before
+
+    @contextlib.contextmanager
+    def _changing(self) -> Iterator[None]:
+        """Change what decisions depend on, with the control thread held; a recording begins anew afterwards."""
+        with self.threads.holding():
+            yield
+            if self.recorder is not None:
+                self.recorder.lose_track()
+        if self.recorder is not None:
+            self.recorder.drain()
 
     # --------------------------------------------------------------------------------------- one layer-step
     def max_rows(self, top_k: int) -> int:
@@ -284,11 +302,25 @@ class CudaRunner:
 
     # ----------------------------------------------------------------------------------- hints and looking
     def record(self, path: Path | str) -> None:
-        """Refused: plans are made by a thread without an interpreter, and are not recorded yet."""
-        raise DeviceError(f"record.path is {str(path)!r}, but steps on a GPU cannot be recorded yet; leave it out")
+        """Record to a trace file from now on.
+
+        Raises
+        ------
+        TraceError, OSError
+        """
+        tape = make_tape(TAPE_ENTRIES, TAPE_EVENTS)
+        self._use(self._held._replace(tape=tape))
+        self.recorder = CudaRecorder(path, trace_meta(self.store), self.threads, tape, self._look)
+
+    def _look(self) -> tuple[dict[str, Any], list[Rates], State]:
+        """All that plans depend on."""
+        sections = self.config.model_dump(mode="json", include={"cache", "policy"})
+        return {"options": self.options._asdict(), "config": sections}, self._rates, self.state
 
     def begin_request(self) -> None:
-        """Nothing to note of a request: steps are not recorded, and totals are counted anyway."""
+        """What follows belongs to a new request."""
+        if self.recorder is not None:
+            self.recorder.request()
 
     @property
     def totals(self) -> np.ndarray:
@@ -311,7 +343,7 @@ class CudaRunner:
     def reset(self) -> None:
         """Empty slots, no history, counters at 0; no step may be under way."""
         self.wait_for(self.device.work_stream)
-        with self.threads.holding():
+        with self._changing():
             self._end_fills()
             self.device.empty_table()
             self._take_state(self._empty_state())
@@ -353,7 +385,7 @@ class CudaRunner:
             return
         with device_errors():
             self._copy_now(found)
-            with self.threads.holding():
+            with self._changing():
                 self._take_state(found.state)
                 self.device.write_table(self.state.slot_of)
         self._warm.tell(self.geometry, found)
@@ -419,6 +451,8 @@ class CudaRunner:
             return
         self._closed = True
         self.driver.make_current()
+        if self.recorder is not None:
+            self.recorder.close()
         try:
             self.save_warm_start()
         except (TeamError, TrilaneError) as error:  # a thread that has failed does not hand the state out

@@ -7,6 +7,7 @@ the state holds the control thread for a moment. The file knows no steps and no 
 from __future__ import annotations
 
 import contextlib
+import threading
 import time
 from collections.abc import Iterator
 from typing import Any
@@ -74,6 +75,7 @@ class CudaThreads:
         self.control[Control.NAP_NS] = NAP_NS
         self.control[Control.STALL_NS] = int(1e9 * self._stall_s)
         self.running = False
+        self._held, self._is_held = threading.RLock(), False
 
     def start(self, device: CudaDevice, run: Stash, frozen: Stash, rates: Stash, rate_addresses: np.ndarray) -> None:
         """Compile what they run and start them.
@@ -109,25 +111,40 @@ class CudaThreads:
 
     @contextlib.contextmanager
     def holding(self) -> Iterator[None]:
-        """Have the state for oneself inside a ``with`` block; the control thread pauses. Before the start it is."""
-        if not self.running:
-            yield
-            return
+        """Have the state for oneself inside a ``with`` block; the control thread pauses. Before the start it is.
+
+        Blocks of one thread may be nested; those of several come one after the other.
+        """
+        with self._held:
+            if not self.running or self._is_held:
+                yield
+                return
+            self._is_held = True
+            try:
+                self._hold()
+                yield
+            finally:
+                self._let_go()
+                self._is_held = False
+
+    def _hold(self) -> None:
+        """Have the control thread pause, and wait for it."""
         self.control[Control.HOLD] = 1
         deadline = time.monotonic() + HOLD_S
-        try:
-            while not self.control[Control.HELD]:
-                self.check()
-                if time.monotonic() > deadline:
-                    raise WorkerError(
-                        f"the control thread has not answered for {HOLD_S:g} s; close the scheduler and make a new one"
-                    )
-                time.sleep(WAIT_NAP_S)
-            yield
-        finally:
-            self.control[Control.HOLD] = 0
-            while self.control[Control.HELD] and time.monotonic() < deadline:
-                time.sleep(WAIT_NAP_S)
+        while not self.control[Control.HELD]:
+            self.check()
+            if time.monotonic() > deadline:
+                raise WorkerError(
+                    f"the control thread has not answered for {HOLD_S:g} s; close the scheduler and make a new one"
+                )
+            time.sleep(WAIT_NAP_S)
+
+    def _let_go(self) -> None:
+        """Let the control thread go on; it may have gone."""
+        self.control[Control.HOLD] = 0
+        deadline = time.monotonic() + HOLD_S
+        while self.control[Control.HELD] and time.monotonic() < deadline:
+            time.sleep(WAIT_NAP_S)
 
     def check(self) -> None:
         """Raise what a thread has found, or that one is gone."""

@@ -22,6 +22,7 @@ from trilane.plan import Options, Work
 from trilane.records import record
 from trilane.routing import Grouping
 from trilane.state import State
+from trilane.tape import Tape
 
 
 class Place(IntEnum):
@@ -110,6 +111,10 @@ class Control(IntEnum):
     FILL_NBYTES = 40
     STEP_NS = 41  # thread: when it heard of the last step
     PERIOD_NS = 42  # thread: from one step to the next, averaged
+    TAPING = 43  # whether events are written down; host: begin, thread: it cannot go on
+    TAPED_CLOCK = 44  # thread: of the last step on the tape
+    RANKS = 46  # thread: of a row of the mailbox in hand
+    NO_FILLS = 45  # host: begin no fills of the policy's own, since the state is wanted without any under way
     PARKED = 48  # copier: whether it sleeps
     CALLED_NS = 49  # copier: when the call of the driver began in which it is, 0 in none
     ISSUED = 50  # copier: lists that it is done with
@@ -193,6 +198,7 @@ class CudaStep(NamedTuple):
     journal: Journal
     totals: np.ndarray
     lane_us: np.ndarray
+    tape: Tape
 
 
 def _offset(struct: str, field: str) -> int:

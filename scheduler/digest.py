@@ -16,14 +16,14 @@ def _mix(digest, value):
 
 @compiled(counted=False)
 def plan_digest(layer, experts, rows, num_experts, num_shards, work):
-    """A hash of 32 bits of all that a plan says: experts, rows, lanes, slots, victims, copies."""
+    """A hash of 32 bits of all that a plan says: experts, rows, lanes, slots, victims, copies. Never 0."""
     digest = _mix(BASIS, layer)
     for i in range(num_experts):
         digest = _mix(_mix(digest, experts[i]), rows[i])
     for at in range(num_experts * num_shards):
         digest = _mix(digest, work.lane[at] + (work.run[at] << 8))
         digest = _mix(_mix(digest, work.slot[at]), work.victim[at])
-    return digest
+    return digest if digest != 0 else 1
 
 
 @compiled(counted=False)

@@ -426,16 +426,9 @@ class HostRunner:
         ------
         TraceError, OSError
         """
-        from trilane.recorder import Recorder
-        from trilane.traces.trace import TraceMeta
+        from trilane.recorder import Recorder, trace_meta
 
-        layers = self.store.layers
-        meta = TraceMeta(
-            model="" if self.store.model is None else self.store.model.path.name,
-            num_experts=tuple(layer.num_experts for layer in layers),
-            shard_nbytes=tuple(tuple(layer.layout.shard_nbytes.tolist()) for layer in layers),
-        )
-        self.recorder = Recorder(path, meta, self._run, self._look)
+        self.recorder = Recorder(path, trace_meta(self.store), self._run, self._look)
 
     def _look(self) -> tuple[dict[str, Any], list[Rates], State]:
         """All that plans depend on."""

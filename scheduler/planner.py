@@ -18,6 +18,7 @@ from trilane.eviction import (
     release_step,
     remove_expert,
     score_if_used,
+    settle_expert,
     settle_step,
     touch_expert,
 )
@@ -29,7 +30,7 @@ from trilane.placement import place_missing
 from trilane.plan import NUM_COPIES, NUM_MISSING, NUM_RUNS, NUM_UNPLACED
 from trilane.residency import NO_PRICE, empty_slot, reserve_slot, slot_price, take_slots
 from trilane.split import choose_split, learn_scatter
-from trilane.state import HELD
+from trilane.state import HELD, LRU
 from trilane.wanted import best_wanted, drop_coming, drop_wanted, has_victim, list_coming, want_expert, want_foretold
 
 
@@ -214,6 +215,16 @@ def note_step(state, geometry, options, layer, experts, num_experts, clock):
     for i in range(num_experts):
         touch_expert(state, geometry, geometry.first_expert[layer] + experts[i], clock)
     learn_step(state, geometry, options, layer, experts, num_experts)
+
+
+@decision
+def note_stamp(state, geometry, expert, clock):
+    """Count a use at ``clock`` that is heard of late: order by it where the last use counts, else by a use now."""
+    if state.eviction == LRU:
+        state.score[expert] = max(state.score[expert], float(clock))
+        settle_expert(state, state.pool_of[geometry.layer_of[expert]], expert)
+    else:
+        touch_expert(state, geometry, expert, state.clock[0])
 
 
 @decision

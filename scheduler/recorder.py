@@ -13,68 +13,41 @@ import queue
 import threading
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
-import numpy as np
 from numba import typeof
 
 from trilane.config import Config
 from trilane.digest import plan_digest
 from trilane.host_run import Step
 from trilane.jit import compiled
-from trilane.records import record
 from trilane.stash import Stash, on_stashes
 from trilane.state import State
+from trilane.store import ExpertStore
+from trilane.tape import NO_EXPERT, make_baseline, make_tape, tape_block, write_event
 from trilane.traces.trace import BACKGROUND, HAS_IDS, HINT, REQUEST, SETTLED, STEP, WAVE, Baseline, TraceMeta
-from trilane.traces.trace_file import COLUMNS, EventBlock, encode_baseline, encode_events, open_appender
+from trilane.traces.trace_file import encode_baseline, encode_events, open_appender
 
 log = logging.getLogger("trilane")
 
-TAPE_EVENTS = 1 << 13
-TAPE_ENTRIES = 1 << 16
 NUM_TAPES = 3
 VARIABLE = "TRILANE_RECORD_PATH"
 FLUSH_S = 2.0  # what a killed process loses at most of a run that goes on
-NO_EXPERT = 0xFFFF  # 0xFF once its low byte alone is kept
+
+
+def trace_meta(store: ExpertStore) -> TraceMeta:
+    """What a trace of a store's model says of it."""
+    return TraceMeta(
+        model="" if store.model is None else store.model.path.name,
+        num_experts=tuple(layer.num_experts for layer in store.layers),
+        shard_nbytes=tuple(tuple(layer.layout.shard_nbytes.tolist()) for layer in store.layers),
+    )
 
 
 def record_path(config: Config) -> Path | None:
     """Where to record: what the configuration says, else what who runs the program asks for by `trilane record`."""
     asked = os.environ.get(VARIABLE)
     return config.record.path or (Path(asked).expanduser() if asked else None)
-
-
-@record
-class Tape(NamedTuple):
-    """Events before they are written, as in `trace.Trace`; ``used`` counts events and entries."""
-
-    used: np.ndarray
-    kind: np.ndarray
-    layer: np.ndarray
-    rows: np.ndarray
-    top_k: np.ndarray
-    digest: np.ndarray
-    ids: np.ndarray
-    weights: np.ndarray
-
-
-def make_tape(num_entries: int = TAPE_ENTRIES) -> Tape:
-    """An empty tape."""
-    columns = {name: np.zeros(TAPE_EVENTS, kind) for name, kind in COLUMNS.items()}
-    ids, weights = np.zeros(num_entries, np.uint16), np.zeros(num_entries, np.float32)
-    return Tape(used=np.zeros(2, np.int64), **columns, ids=ids, weights=weights)
-
-
-@compiled(counted=False)
-def write_event(tape, kind, layer, rows, top_k, digest):
-    """Add an event; where its entries go, or -1 if it does not fit."""
-    event, entry = tape.used[0], tape.used[1]
-    if event == tape.kind.size or entry + rows * top_k > tape.ids.size:
-        return -1
-    tape.kind[event], tape.layer[event] = kind, layer
-    tape.rows[event], tape.top_k[event], tape.digest[event] = rows, top_k, digest
-    tape.used[0], tape.used[1] = event + 1, entry + rows * top_k
-    return entry
 
 
 @compiled(counted=False)
@@ -155,11 +128,9 @@ class Recorder:
     def ready(self) -> None:
         """Before a plan, with no fill under way: give it a baseline if it needs one."""
         if self._is_lost and self.failure is None:
-            settings, rates, state = self._look()
-            kept: dict[int, dict[str, Any]] = {}
-            of_layers = tuple(kept.setdefault(id(one), _plain(one)) for one in rates)
+            baseline = make_baseline(*self._look())
             self._flush()
-            self._full.put(Baseline(0, settings, of_layers, _plain(state)))
+            self._full.put(baseline)
             self._is_lost = False
 
     def step(self, run: Stash, *, is_wave: bool = False) -> None:
@@ -239,7 +210,7 @@ class Recorder:
         if isinstance(item, Baseline):
             self._appender.append(encode_baseline(item))
         elif item.held.used[0]:
-            self._appender.append(encode_events(_block(item.held, self.meta)))
+            self._appender.append(encode_events(tape_block(item.held, self.meta)))
 
     def close(self) -> None:
         """Write what is left and close the file; in a forked child only let go of it."""
@@ -249,17 +220,3 @@ class Recorder:
         self._full.put(None)
         self._thread.join()
         self._appender.close()
-
-
-def _plain(values: Any) -> dict[str, Any]:
-    """A NamedTuple as a dict of its own copies."""
-    return {name: v.copy() if isinstance(v, np.ndarray) else v for name, v in values._asdict().items()}
-
-
-def _block(tape: Tape, meta: TraceMeta) -> EventBlock:
-    """A tape's content as it goes to the file (views: encode it before the tape is used again)."""
-    events, entries = (int(n) for n in tape.used)
-    columns = {name: getattr(tape, name)[:events] for name in COLUMNS}
-    with np.errstate(over="ignore"):
-        weights = tape.weights[:entries].astype(np.float16)
-    return EventBlock(columns, tape.ids[:entries].astype(meta.id_type), weights)

@@ -20,12 +20,25 @@ from trilane.digest import fills_digest, plan_digest
 from trilane.expert import CPU, STREAM, ZERO_COPY, Geometry
 from trilane.jit import compiled
 from trilane.plan import NUM_EVICTIONS, NUM_FILLS, Options, Work
-from trilane.planner import learn_step, plan_background, plan_fills, plan_layer, plan_wave
+from trilane.planner import learn_step, note_stamp, note_step, plan_background, plan_fills, plan_layer, plan_wave
 from trilane.records import record, record_at
 from trilane.residency import drop_fill, fill_layer, land_fill
 from trilane.routing import Grouping, group_rows
 from trilane.state import State
-from trilane.traces.trace import BACKGROUND, HINT, SETTLED, STEP, WAVE
+from trilane.traces.trace import (
+    BACKGROUND,
+    GAP,
+    HINT,
+    LANDED,
+    NOT_PLANNED,
+    NUMBER_NBYTES,
+    SETTLED,
+    STEP,
+    TOUCHED,
+    UNDER_WAY,
+    WAVE,
+)
+from trilane.wanted import list_coming
 
 NO_SLOT, DIFFERS = -1, -2  # what `run_events` returns beside an event
 
@@ -94,8 +107,8 @@ class ReplayRun(NamedTuple):
 
 
 @compiled(counted=False, merge=True)
-def _plan_event(run, rates, event):
-    """Group and plan a step."""
+def _take_step(run, event):
+    """Group a step's routing; its clock is the next one."""
     events, g, now, layer = run.events, run.grouping, run.now, int(run.events.layer[event])
     num_experts = run.geometry.first_expert[layer + 1] - run.geometry.first_expert[layer]
     first, count = events.start[event], events.start[event + 1] - events.start[event]
@@ -107,10 +120,48 @@ def _plan_event(run, rates, event):
     now[Now.LAYER] = layer
     now[Now.CLOCK] += 1
     now[Now.NUM_EXPERTS] = group_rows(g, events.rows[event], events.top_k[event], num_experts)
+
+
+@compiled(counted=False, merge=True)
+def _plan_step(run, rates):
+    """Plan the step that was taken."""
+    g, now = run.grouping, run.now
     now[Now.WAITING] = plan_layer(
-        run.state, run.geometry, rates, run.options, layer, g.experts, g.rows, now[Now.NUM_EXPERTS], now[Now.CLOCK],
-        run.work,
+        run.state, run.geometry, rates, run.options, now[Now.LAYER], g.experts, g.rows, now[Now.NUM_EXPERTS],
+        now[Now.CLOCK], run.work,
     )  # fmt: skip
+
+
+@compiled(counted=False)
+def _note_step(run):
+    """Take in a step of a recording that nobody planned."""
+    now = run.now
+    now[Now.WAITING] = 0
+    note_step(
+        run.state, run.geometry, run.options, now[Now.LAYER], run.grouping.experts, now[Now.NUM_EXPERTS],
+        now[Now.CLOCK],
+    )  # fmt: skip
+
+
+@compiled(counted=False)
+def _number(run, entry):
+    """A number from entries of a byte each."""
+    number = 0
+    for k in range(NUMBER_NBYTES):
+        number |= int(run.events.ids[entry + k]) << 8 * k
+    return number
+
+
+@compiled(counted=False)
+def _touch(run, event):
+    """Take in a use that was heard of late; False if it is of no expert, or from before the run."""
+    first, layer = run.events.start[event], int(run.events.layer[event])
+    expert = run.geometry.first_expert[layer] + int(run.events.ids[first])
+    clock = run.now[Now.CLOCK] - _number(run, first + 1)
+    if expert >= run.geometry.first_expert[layer + 1] or clock < 0:
+        return False
+    note_stamp(run.state, run.geometry, expert, clock)
+    return True
 
 
 @compiled(counted=False)
@@ -184,9 +235,15 @@ def _settle_recorded(run, event):
     first = run.events.start[event]
     if run.events.start[event + 1] - first != run.now[Now.FILLS]:
         return False
+    left, work = 0, run.fill_work
     for k in range(run.now[Now.FILLS]):
-        _end_fill(run, k, run.events.ids[first + k] != 0)
-    run.now[Now.FILLS] = 0
+        how = run.events.ids[first + k]
+        if how == UNDER_WAY:
+            work.fill_slot[left], work.fill_shard[left] = work.fill_slot[k], work.fill_shard[k]
+            left += 1
+        else:
+            _end_fill(run, k, how == LANDED)
+    run.now[Now.FILLS] = left
     return True
 
 
@@ -267,6 +324,8 @@ def _run_background(run, event):
     """Reserve what a recorded run reserved by itself; whether it is the same."""
     now = run.now
     most = int(run.events.ids[run.events.start[event]])
+    if run.options.coming_from != 1 and run.state.past.shape[2] > 0:  # else it was listed with the step
+        list_coming(run.state, run.geometry, run.options, now[Now.LAYER])
     now[Now.FILLS] = plan_background(run.state, run.geometry, run.options, most, run.fill_work)
     _count_victims(run, now[Now.FILLS])
     run.sums[Sum.CHECKED] += 1
@@ -277,7 +336,11 @@ def _run_background(run, event):
 def _run_step(run, rates, event):
     """A step from its routing to its modelled time; 0, NO_SLOT or DIFFERS."""
     run.sums[Sum.STEPS] += 1
-    _plan_event(run, rates, event)
+    _take_step(run, event)
+    if run.verify and run.events.digest[event] == NOT_PLANNED:
+        _note_step(run)
+        return 0
+    _plan_step(run, rates)
     if run.verify and not _is_same(run, event):
         return DIFFERS
     _account(run)
@@ -330,6 +393,10 @@ def make_loop(run_kind: Any, rates_kind: Any) -> Any:
                 status = 0 if _run_background(run, event) else DIFFERS
             elif kind == SETTLED and run.verify:
                 status = 0 if _settle_recorded(run, event) else DIFFERS
+            elif kind == GAP and run.verify:
+                run.now[Now.CLOCK] += _number(run, run.events.start[event])
+            elif kind == TOUCHED and run.verify:
+                status = 0 if _touch(run, event) else DIFFERS
             elif kind == WAVE and run.verify:
                 status = _run_wave(run, read_rates(rates_of[run.events.layer[event]]), event)
             if status != 0:

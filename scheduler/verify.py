@@ -32,7 +32,7 @@ ADDED_STATE = (
     "num_wanted", "prediction", "coming_worth",
 )  # fmt: skip
 CURVE = "zero_copy_us_per_byte"
-KIND_NAMES = {1: "step", 2: "wave", 3: "hint", 4: "end of fills", 6: "choice of fills"}
+KIND_NAMES = {1: "step", 2: "wave", 3: "hint", 4: "end of fills", 6: "choice of fills", 8: "late use"}
 FIXED = ("pool_of", "first_slot", "slot_nbytes", "first_heap")  # they follow from the geometry
 
 

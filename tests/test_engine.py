@@ -287,7 +287,7 @@ def test_options_may_come_from_a_file(store, tmp_path):
 
 
 def test_refused_at_the_start(store):
-    with pytest.raises(DeviceError, match="device 'rocm': there are 'host'"):
+    with pytest.raises(DeviceError, match="device 'rocm': there are 'auto'"):
         trilane.ExpertScheduler(store, device="rocm")
     with pytest.raises(ConfigError, match="cache.slotz"):
         open_scheduler(store, cache={"slotz": 1})

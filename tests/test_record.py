@@ -181,7 +181,7 @@ def test_two_schedulers_cannot_share_a_file(store, scheduler_of, path):
 
 
 def test_full_tapes_are_written_while_the_run_goes_on(store, scheduler_of, path, monkeypatch):
-    monkeypatch.setattr("trilane.recorder.TAPE_EVENTS", 7)
+    monkeypatch.setattr("trilane.tape.TAPE_EVENTS", 7)
     monkeypatch.setattr("trilane.recorder.FLUSH_S", 0.05)
     scheduler = scheduler_of(store, cache={"fraction": 0.4}, record={"path": path})
     drive(scheduler, 50)
@@ -194,7 +194,7 @@ def test_full_tapes_are_written_while_the_run_goes_on(store, scheduler_of, path,
 
 
 def test_a_disk_that_fails_ends_the_recording_and_nothing_else(store, scheduler_of, path, monkeypatch, caplog):
-    monkeypatch.setattr("trilane.recorder.TAPE_EVENTS", 4)
+    monkeypatch.setattr("trilane.tape.TAPE_EVENTS", 4)
     scheduler = scheduler_of(store, cache={"fraction": 0.4}, record={"path": path})
 
     def fail(block):

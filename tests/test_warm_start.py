@@ -649,8 +649,9 @@ def test_a_gpu_whose_thread_has_failed_saves_nothing_and_closes(on_gpu, path, ca
         raise WorkerError("the control thread is gone")
 
     threads, check_threads = scheduler._runner.threads, scheduler._runner.threads.check
+    threads.control[Control.STOP] = 1
+    assert threads.control_thread.close()
     threads.check = failed
-    threads.control[Control.HELD] = 0
     scheduler.close()
     threads.check = check_threads
     assert "nothing is saved: the control thread is gone" in caplog.text and not path.exists()

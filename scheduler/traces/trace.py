@@ -19,11 +19,16 @@ from trilane.errors import TraceError
 STEP = 1  # a planned layer-step: ids of rows x top_k
 WAVE = 2  # the same step's next plan, for what found no slot; no ids
 HINT = 3  # likely experts of a layer, for which background fills were reserved
-SETTLED = 4  # the reserved fills ended: 1 landed, 0 given up, in the order of their reservation
+SETTLED = 4  # reserved fills ended, in the order of their reservation: LANDED, GIVEN_UP, or still UNDER_WAY
 REQUEST = 5  # a conversation or request begins here
 BACKGROUND = 6  # the policy reserved fills for what it missed of late; its one id: how many at most
-KINDS = (STEP, WAVE, HINT, SETTLED, REQUEST, BACKGROUND)
-HAS_IDS = (STEP, HINT, SETTLED, BACKGROUND)
+GAP = 7  # layer-steps that whoever recorded did not hear of; how many, as NUMBER_NBYTES ids of a byte each
+TOUCHED = 8  # a use of an expert in such a step, heard of later: its id, then how many steps ago as in a GAP
+KINDS = (STEP, WAVE, HINT, SETTLED, REQUEST, BACKGROUND, GAP, TOUCHED)
+HAS_IDS = (STEP, HINT, SETTLED, BACKGROUND, GAP, TOUCHED)
+NOT_PLANNED = 0  # the digest of a step that nobody planned, since all it used was in slots
+GIVEN_UP, LANDED, UNDER_WAY = 0, 1, 2  # ids of SETTLED
+NUMBER_NBYTES = 4
 MAX_EXPERTS = 0xFFFF  # of a layer: one id more is kept for "no expert"
 MAX_LAYERS = 1 << 14
 MAX_MODEL_EXPERTS = 1 << 22  # of all layers
@@ -270,12 +275,13 @@ def check_events(trace: Trace) -> None:
         raise TraceError("trace: an event of an unknown kind, or of a layer that the model does not have")
     if (rows < 0).any() or (top_k < 0).any() or (rows[~np.isin(kind, HAS_IDS)] != 0).any():
         raise TraceError("trace: an event has an impossible number of rows")
-    if (rows[np.isin(kind, (HINT, SETTLED, BACKGROUND))] > 1).any():
-        raise TraceError("trace: a hint or its end has several rows")
+    if (rows[np.isin(kind, (HINT, SETTLED, BACKGROUND, GAP, TOUCHED))] > 1).any():
+        raise TraceError("trace: an event that is no step has several rows")
     if (top_k[kind == HINT] > np.array(trace.meta.num_experts)[layer[kind == HINT]]).any():
         raise TraceError("trace: a hint names more experts than its layer has")
-    if (rows * top_k != 1)[kind == BACKGROUND].any():
-        raise TraceError("trace: a choice of fills does not say how many")
+    for one, count in ((BACKGROUND, 1), (GAP, NUMBER_NBYTES), (TOUCHED, 1 + NUMBER_NBYTES)):
+        if (rows * top_k != count)[kind == one].any():
+            raise TraceError(f"trace: an event of kind {one} does not have {count} entries")
     for name, entries in (("ids", trace.ids), ("weights", trace.weights)):
         if entries is not None and len(entries) != trace.start[-1]:
             raise TraceError(f"trace: {len(entries)} {name}, but its events have {trace.start[-1]}")
@@ -285,8 +291,10 @@ def check_events(trace: Trace) -> None:
 def _check_ids(trace: Trace) -> None:
     counts = np.diff(trace.start)
     experts = np.array(trace.meta.num_experts, np.int64)
-    limit = np.where(trace.kind == SETTLED, 2, experts[trace.layer])
+    limit = np.where(trace.kind == SETTLED, UNDER_WAY + 1, experts[trace.layer])
     limit[trace.kind == BACKGROUND] = MAX_EXPERTS
+    limit[trace.kind == GAP] = 256
+    limit[trace.kind == TOUCHED] = np.maximum(limit[trace.kind == TOUCHED], 256)
     limit = np.repeat(limit, counts)
     skips = np.repeat(trace.kind == STEP, counts) & (trace.ids == trace.meta.no_expert)
     if ((trace.ids >= limit) & ~skips).any():
