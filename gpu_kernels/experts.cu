@@ -103,6 +103,7 @@ DEV void run_whole(const Layer& layer, const Step& step, const Progress& progres
     fill_sides(work, stage.up);
   }
   copies_done<0>();
+  if (stage.columns.count <= 0) return;  // nobody waits for this block: the flags may soon be another step's
   wait_for_hidden(place, work, progress.hidden + index * CHUNKS);
   multiply_columns(layer, step, work, place, stage.side, stage.main, 0, stage.columns.first, stage.columns.count);
   parts_done(progress, work, index);

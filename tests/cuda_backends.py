@@ -107,6 +107,17 @@ class Shim:
         stuck = run(*launch.grid, launch.threads, *passed)
         assert stuck == 0, f"{launch.kernel}: no thread of block {stuck - 1} can move"
 
+    def launch_chain(self, launches, seed, host, window=24):
+        """Kernels that may overlap, as programmatic launches do; blocks take turns at random, ``host`` is called."""
+        self.library.begin_chain()
+        for launch in launches:
+            self.launch(launch)
+        call = ctypes.CFUNCTYPE(None)(host)
+        run = self.library.run_chain
+        run.argtypes = [ctypes.c_uint64, ctypes.c_int, ctypes.CFUNCTYPE(None)]
+        stuck = run(seed, window, call)
+        assert stuck == 0, f"a chain of {len(launches)} kernels: no thread of block {stuck - 1} can move"
+
     def synchronize(self):
         pass
 

@@ -3,6 +3,10 @@
 // in the order of their index, a few at a time; when one cannot move it gives way to the next, and its shared
 // variables (a section of this library) are put aside. When none can move it is an error, not a hang. Only full
 // warps and full masks: whatever else a kernel does is refused.
+//
+// Kernels run one after the other, or as a chain, in which each may start when the one before lets it (programmatic
+// launches): blocks of several kernels take turns at random then, each for a random while, and a host of the test's is
+// asked in between. All memory is seen at once by all, so what fences are for is not tested.
 #pragma once
 #include <math.h>
 #include <setjmp.h>
@@ -41,7 +45,8 @@ extern "C" char __start_shim_shared[], __stop_shim_shared[];
 
 namespace shim {
 struct Index { u32 x, y, z; };
-constexpr int MAX_THREADS = 512, STACK = 64 << 10, SHARED = 100 << 10, WINDOW = 24, PATIENCE = 200;  // rounds
+constexpr int MAX_THREADS = 512, STACK = 64 << 10, SHARED = 100 << 10, WINDOW = 40, MAX_GRIDS = 64;
+constexpr int PATIENCE = 200;  // rounds
 enum Wait { NOTHING, FOR_WARP, FOR_BLOCK, FOR_OTHERS, FINISHED };
 
 struct Fiber {
@@ -54,7 +59,20 @@ struct Fiber {
 
 struct Warp { u64 values[2][32], arrived; };
 
+struct Grid {
+  void (*body)(const void*);
+  const void* argument;
+  Index block_dim, grid_dim;
+  int num_threads;
+  u32 total, next, ended, letting;  // blocks: all, started, ended, and those that let the next kernel start
+  bool is_over() const { return ended == total; }
+  bool lets_next() const { return next == total && letting == total; }
+};
+
 struct Block {
+  Grid* grid;
+  const Grid* earlier;  // the kernel before, in a chain
+  bool lets;
   Fiber fibers[MAX_THREADS];
   Warp warps[MAX_THREADS / 32];
   Index index;
@@ -69,11 +87,10 @@ static Block* blocks[WINDOW];
 static Block* block;  // the one whose shared variables are in place
 static Fiber* self;
 static jmp_buf scheduler;
-static Index block_dim, grid_dim;
 static u64 moves;
-static int num_threads;
-static void (*body)(const void*);
-static const void* argument;
+static Grid chain[MAX_GRIDS];
+static int chained;
+static bool is_chaining;
 
 static inline void yield(Wait wait) {
   self->wait = wait;
@@ -81,7 +98,7 @@ static inline void yield(Wait wait) {
 }
 
 static void open_barrier_if_full() {
-  if (block->at_barrier + block->finished < num_threads || block->at_barrier == 0) return;
+  if (block->at_barrier + block->finished < block->grid->num_threads || block->at_barrier == 0) return;
   block->at_barrier = 0;
   block->generation++;
 }
@@ -113,7 +130,7 @@ static inline bool can_run(const Fiber& fiber) {
 
 static void fiber_main() {
   for (;;) {
-    body(argument);
+    block->grid->body(block->grid->argument);
     block->finished++, moves++;
     open_barrier_if_full();
     yield(FINISHED);
@@ -134,34 +151,45 @@ static void resume(Fiber& fiber) {
   swapcontext(&back, &context);
 }
 
-static void start(Block& b, Index index) {
-  b.index = index, b.generation = 0, b.at_barrier = b.finished = 0, b.running = true;
+static void let_next(Block& b) {
+  if (!b.lets) b.grid->letting++;
+  b.lets = true;
+}
+
+static void start(Block& b, Grid& grid, const Grid* earlier) {
+  u32 at = grid.next++;
+  b.grid = &grid, b.earlier = earlier, b.lets = false, b.index = {at % grid.grid_dim.x, at / grid.grid_dim.x, 0};
+  b.generation = 0, b.at_barrier = b.finished = 0, b.running = true;
   memset(b.dynamic_shared, 0xff, sizeof b.dynamic_shared);
   memset(b.shared, 0xff, __stop_shim_shared - __start_shim_shared);
-  for (int i = 0; i < num_threads; i++) {
+  for (int i = 0; i < grid.num_threads; i++) {
     b.fibers[i].index = {(u32)i, 0, 0}, b.fibers[i].wait = NOTHING, b.fibers[i].operations = 0;
     b.warps[i / 32].arrived = 0;
   }
 }
 
-// Until the block is done or only waits for others.
-static void run(Block& b) {
+// Until the block is done or only waits for others, or fibers have been resumed `budget` times.
+static void run(Block& b, i64 budget) {
   block = &b;
+  int num_threads = b.grid->num_threads;
   for (int i = 0; i < num_threads; i++)
     if (b.fibers[i].wait == FOR_OTHERS) b.fibers[i].wait = NOTHING;
   memcpy(__start_shim_shared, b.shared, __stop_shim_shared - __start_shim_shared);
-  for (u64 before = moves - 1; before != moves && b.finished < num_threads;) {
+  for (u64 before = moves - 1; before != moves && b.finished < num_threads && budget > 0;) {
     before = moves;
     for (int first = 0; first < num_threads; first += 32) {
       u64 seen;
       do {
         seen = moves;
-        for (int i = first; i < first + 32; i++)
-          if (can_run(b.fibers[i])) resume(b.fibers[i]);
-      } while (moves != seen);
+        for (int i = first; i < first + 32 && budget > 0; i++)
+          if (can_run(b.fibers[i])) resume(b.fibers[i]), budget--;
+      } while (moves != seen && budget > 0);
     }
   }
-  b.running = b.finished < num_threads;
+  if (b.finished == num_threads) {
+    b.running = false, b.grid->ended++, moves++;
+    let_next(b);
+  }
   memcpy(b.shared, __start_shim_shared, __stop_shim_shared - __start_shim_shared);
 }
 
@@ -179,40 +207,90 @@ static void forget(Block*& b) {
   b = nullptr;
 }
 
-// All blocks of a grid; the linear index plus one of the first block that got stuck, or 0.
-template <class F> static int launch(u32 grid_x, u32 grid_y, u32 threads, const F& kernel) {
-  if (threads % 32 || threads > MAX_THREADS) return -1;
-  body = [](const void* f) { (*(const F*)f)(); };
-  argument = &kernel;
-  num_threads = (int)threads;
-  block_dim = {threads, 1, 1}, grid_dim = {grid_x, grid_y, 1};
-  u32 next = 0, total = grid_x * grid_y, running = 0;
-  for (int idle = 0; next < total || running;) {
-    u32 before = next, were = running;
-    running = 0;
-    for (auto& b : blocks) {
+// Blocks of these kernels that may start, as far as there is room; each kernel once the one before lets it.
+static void start_blocks(Grid* grids, int num_grids, int window) {
+  int place = 0;
+  for (int g = 0; g < num_grids; g++) {
+    if (g > 0 && !grids[g - 1].lets_next()) return;
+    for (; grids[g].next < grids[g].total; place++) {
+      if (place == window) return;
+      Block*& b = blocks[place];
       if (!b) b = make_block();
-      if (!b->running && next < total) start(*b, {next % grid_x, next / grid_x, 0}), next++;
-      if (b->running) run(*b);
-      running += b->running;
+      if (!b->running) start(*b, grids[g], g > 0 ? &grids[g - 1] : nullptr), moves++;
     }
-    idle = next == before && running == were ? idle + 1 : 0;
-    if (idle <= PATIENCE) continue;
-    u32 stuck = total;
-    for (auto& b : blocks) {
-      if (b->running && b->index.y * grid_x + b->index.x < stuck) stuck = b->index.y * grid_x + b->index.x;
-      forget(b);
-    }
-    return (int)stuck + 1;
   }
+}
+
+static int stuck_block() {
+  u32 stuck = ~0u;
+  for (auto& b : blocks) {
+    if (!b) continue;
+    u32 at = b->index.y * b->grid->grid_dim.x + b->index.x;
+    if (b->running && at < stuck) stuck = at;
+    forget(b);
+  }
+  return (int)stuck + 1;
+}
+
+// A kernel's blocks in turn; the linear index plus one of the first that got stuck, or 0.
+static int run_alone(Grid& grid) {
+  for (int idle = 0; !grid.is_over();) {
+    u32 ended = grid.ended, started = grid.next;
+    start_blocks(&grid, 1, 24);
+    for (auto& b : blocks)
+      if (b && b->running) run(*b, 1ll << 60);
+    idle = grid.ended == ended && grid.next == started ? idle + 1 : 0;
+    if (idle > PATIENCE) return stuck_block();
+  }
+  return 0;
+}
+
+static u64 draw(u64& seed, u64 below) {  // xorshift
+  seed ^= seed << 13, seed ^= seed >> 7, seed ^= seed << 17;
+  return seed % below;
+}
+
+// The kernels of the chain, overlapping, with `window` blocks at most at a time; `host` is called in between.
+static int run_chain(u64 seed, int window, void (*host)()) {
+  int result = 0, left = chained;
+  for (i64 idle = 0; left && !result;) {
+    u64 before = moves;
+    start_blocks(chain, chained, window);
+    int running[WINDOW], count = 0;
+    for (int i = 0; i < WINDOW; i++)
+      if (blocks[i] && blocks[i]->running) running[count++] = i;
+    if (!count) return -2;
+    Block& b = *blocks[running[draw(seed, (u64)count)]];
+    run(b, draw(seed, 3) ? 1ll << 60 : (i64)(1 + draw(seed, 2ull * (u64)b.grid->num_threads)));
+    if (draw(seed, 8) == 0) host();
+    idle = moves == before ? idle + 1 : 0;
+    if (idle > 400 * PATIENCE) result = stuck_block();
+    left = 0;
+    for (int g = 0; g < chained; g++) left += !chain[g].is_over();
+  }
+  for (int g = 0; g < chained; g++) free((void*)chain[g].argument);
+  chained = 0;
+  return result;
+}
+
+// Run a kernel, or add it to the chain.
+template <class F> static int launch(u32 grid_x, u32 grid_y, u32 threads, const F& kernel) {
+  if (threads % 32 || threads > MAX_THREADS || chained == MAX_GRIDS) return -1;
+  Grid grid = {[](const void* f) { (*(const F*)f)(); }, &kernel, {threads, 1, 1}, {grid_x, grid_y, 1}, (int)threads,
+               grid_x * grid_y, 0, 0, 0};
+  if (!is_chaining) return run_alone(grid);
+  F* kept = (F*)malloc(sizeof(F));
+  memcpy((void*)kept, (const void*)&kernel, sizeof(F));
+  grid.argument = kept;
+  chain[chained++] = grid;
   return 0;
 }
 }  // namespace shim
 
 #define threadIdx (shim::self->index)
 #define blockIdx (shim::block->index)
-#define blockDim (shim::block_dim)
-#define gridDim (shim::grid_dim)
+#define blockDim (shim::block->grid->block_dim)
+#define gridDim (shim::block->grid->grid_dim)
 
 // ------------------------------------------------------------------------------------------ arithmetic
 template <class To, class From> static inline To same_bits(From from) {
@@ -275,9 +353,11 @@ static inline void __threadfence_system() {}
 static inline void copy16(void* shared, const void* from) { memcpy(shared, from, 16); }
 static inline void copies_sent() {}
 template <int LATER> static inline void copies_done() {}
-constexpr bool STARTS_EARLY = true;  // what such kernels do is run, one after the other
-static inline void wait_for_earlier() {}
-static inline void let_next_start() {}
+constexpr bool STARTS_EARLY = true;  // what such kernels do is run, also one after the other
+static inline void wait_for_earlier() {
+  while (shim::block->earlier && !shim::block->earlier->is_over()) shim::yield(shim::FOR_OTHERS);
+}
+static inline void let_next_start() { shim::let_next(*shim::block); }
 static inline void rest() { shim::yield(shim::FOR_OTHERS); }
 static inline u32 atomicAdd(u32* at, u32 value) { u32 old = *at; *at += value; return old; }
 static inline u64 atomicOr(u64* at, u64 value) { u64 old = *at; *at |= value; return old; }

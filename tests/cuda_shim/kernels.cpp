@@ -48,5 +48,13 @@ extern "C" int run_prefill_combine(u32 x, u32 y, u32 threads, const Layer* layer
   return shim::launch(x, y, threads, [=] { prefill_combine(*layer, *step, *prefill); });
 }
 
+// Kernels that are run from now on wait for `run_chain`.
+extern "C" void begin_chain() { shim::is_chaining = true; }
+
+extern "C" int run_chain(u64 seed, int window, void (*host)()) {
+  shim::is_chaining = false;
+  return shim::run_chain(seed, window, host);
+}
+
 extern "C" float widen_half(u32 bits) { return half_to_float((u16)bits); }
 extern "C" u32 narrow_half(float value) { return float_to_half(value); }
