@@ -1,4 +1,4 @@
-"""Steps of a single row as a chain of kernels that overlap, while a host answers misses and changes slots.
+"""Steps as a chain of kernels that overlap, while a host answers misses and changes slots.
 
 The kernels are the product's own, on the processor: blocks of several kernels take turns at random. The host here keeps
 the rules of cuda_fills.py: a shard that leaves its slot is told, acknowledged, and a further list acknowledged, before
@@ -17,10 +17,12 @@ from expert_cases import assert_same_bits, expected
 
 from trilane.cpu_kernels import reference
 from trilane.gpu_kernels import launch as launches
+from trilane.gpu_kernels.buffers import max_items
 from trilane.gpu_kernels.build import variant_of
 from trilane.gpu_kernels.words import TYPES
 
 HIDDEN, TOP_K, STEPS = 256, 2, 4
+ROWS = 6  # at most
 
 
 class Host:
@@ -28,8 +30,8 @@ class Host:
 
     def __init__(self, device, tokens, seed, resident, fills):
         self.device, self.tokens, self.rng = device, tokens, random.Random(seed)
-        self.answered = self.sequence = 0
-        self.flags = []  # what is told later: (name of the word, its value)
+        self.answered = self.sequence = self.streamed = 0
+        self.flags = []  # what is done later: functions
         self.table = np.full((device.num_experts, device.shards), -1)
         lanes = np.where(np.random.default_rng(seed).random(self.table.shape) < resident, HIT, 4)
         device.set_resident(lanes, np.random.default_rng(seed))
@@ -42,51 +44,66 @@ class Host:
 
     # ------------------------------------------------------------------------------------------ misses
     def answer(self):
-        """Plan a step whose mailbox is closed: each missing shard in place, in place with a fill, or on the CPU."""
+        """Plan a step whose mailbox is closed: each missing shard in place, with a fill, streamed, or on the CPU."""
         device, mail = self.device, self.device.mail()
         if mail["end"] != self.answered + 1 or mail["begin"] != mail["end"]:
             return
         self.answered += 1
-        x = self.tokens[self.answered_step(int(mail["clock"]))].hidden
+        x = self.tokens[int(mail["clock"]) - 1].hidden
+        device.step["num_rows"] = len(x)
+        token_of = device.view("mail_tokens", np.int32, (len(x) * TOP_K,))
         items, updates = [], []
-        for group, (expert, first, _) in enumerate(device.groups().tolist()):
+        for group, (expert, first, rows) in enumerate(device.groups().tolist()):
             mask = int(device.view("mail_missing", np.uint64, (group + 1,))[group])
             for shard in range(device.shards):
                 if mask >> shard & 1:
-                    self._serve(x, expert, shard, first, items, updates)
+                    self._serve(x[token_of[first : first + rows]], expert, shard, first, items, updates)
+        items.sort(key=lambda item: item["flag"] != 0)  # in place first, as the product's plans are
         rows = np.array([(*pair, self.answered, 0) for pair in updates], TYPES["Update"])
         device.at["plan_list"].array[8:12].view(np.int32)[0] = len(updates)
         device._write_list("updates", self.answered, rows)
         device._write_list("plan_list", self.answered, np.array(items, TYPES["Item"]))
-        self.flags.append(("cpu_flag", self.answered))
+        self._later("cpu_flag", self.answered)
 
-    @staticmethod
-    def answered_step(clock):
-        return clock - 1
+    def _later(self, name, value, at=0, first=lambda: None):
+        """A word that is written some time from now, after ``first``."""
+        word = self.device.at[name].array[4 * at :][:4].view(np.uint32)
+        self.flags.append(lambda: (first(), word.__setitem__(0, value)))
 
     def _serve(self, x, expert, shard, first, items, updates):
         device = self.device
-        how = self.rng.choice(["in place", "fill", "cpu"] if self.free and self.stage == 0 else ["in place", "cpu"])
+        has_slot = self.free and self.stage == 0 and self.table[expert, shard] < 0
+        how = self.rng.choice(["in place", "fill", "stream", "cpu"] if has_slot else ["in place", "cpu"])
         data = device.shard_bytes(expert, shard)
         if how == "cpu":
-            weights = reference_parts(device.store, expert, x)
-            device.view("cpu_parts", np.float32, (TOP_K, device.shards, device.hidden))[first, shard] = weights[shard]
+            parts = device.view("cpu_parts", np.float32, (ROWS * TOP_K, device.shards, device.hidden))
+            parts[first : first + len(x), shard] = reference_parts(device.store, expert, x)[:, shard]
             return
         item = np.zeros((), TYPES["Item"])
-        item["shard"], item["first_position"], item["num_rows"] = shard, first, 1
+        item["shard"], item["first_position"], item["num_rows"] = shard, first, len(x)
         item["sequence"] = item["sequence_2"] = item["sequence_3"] = self.answered
         item["weights"] = data.ctypes.data
-        if how == "fill" and self.table[expert, shard] < 0:
+        if how != "in place":
             slot = self.free.pop()
-            item["fill"] = device.slots.address + slot * device.slot_nbytes
+            address = device.slots.address + slot * device.slot_nbytes
+            item["fill"] = address
+            if how == "stream":
+                item["weights"], item["fill"] = address, data.ctypes.data
+                self._stream(item, slot, data)
             updates.append((expert * device.shards + shard, slot))
             self.table[expert, shard] = slot
         items.append(item)
 
+    def _stream(self, item, slot, data):
+        """A copy that lands some time from now, and its flag behind it."""
+        place, self.streamed = self.device.slots.array[slot * self.device.slot_nbytes :][: len(data)], self.streamed + 1
+        at = self.streamed % 128
+        item["flag"] = self.device.at["copy_flags"].address + 4 * at
+        self._later("copy_flags", self.answered, at, lambda: place.__setitem__(slice(None), data))
+
     def flag(self):
         if self.flags:
-            name, value = self.flags.pop()
-            self.device.at[name].array[:4].view(np.uint32)[0] = value
+            self.flags.pop(self.rng.randrange(len(self.flags)))()
 
     # ------------------------------------------------------------------------------------------- fills
     def change(self):
@@ -95,12 +112,10 @@ class Host:
         if device.at["acknowledged"].array[:4].view(np.uint32)[0] != self.sequence or not self.fills:
             return
         if self.stage == 0:
-            there, gone = np.argwhere(self.table >= 0).tolist(), np.argwhere(self.table < 0).tolist()
+            there, gone = (list(zip(*np.nonzero(one), strict=True)) for one in (self.table >= 0, self.table < 0))
             count = min(len(there), len(gone), self.rng.randrange(1, 4))
             leaving = self.rng.sample(there, count)
-            self.changes = [
-                (tuple(a), tuple(b), int(self.table[tuple(a)])) for a, b in zip(leaving, gone, strict=False)
-            ]
+            self.changes = [(old, new, int(self.table[old])) for old, new in zip(leaving, gone, strict=False)]
             for old, _, _ in self.changes:
                 self.table[old] = -1
             self.post([(old, -1) for old, _, _ in self.changes])
@@ -109,7 +124,7 @@ class Host:
             self.post([])
             self.stage = 2
         elif self.stage == 2:
-            for _, (expert, shard), slot in self.changes:
+            for _, (expert, shard), slot in self.changes:  # their old bytes are nobody's any more
                 data = device.shard_bytes(expert, shard)
                 device.slots.array[slot * device.slot_nbytes :][: len(data)] = data
             self.post([(new, slot) for _, new, slot in self.changes])
@@ -128,40 +143,42 @@ class Host:
 def reference_parts(store, expert, x):
     from expert_cases import weights_of
 
-    return reference.reference_expert(x, *weights_of(store, 0, expert)).v[0]
+    return reference.reference_expert(x, *weights_of(store, 0, expert)).v
 
 
 class Token:
     """A step's inputs and output, in memory of their own, and its launches."""
 
-    def __init__(self, device, rng):
-        self.hidden = rng.standard_normal((1, HIDDEN)).astype(np.float32)
-        self.ids = rng.permutation(device.num_experts)[:TOP_K].astype(np.int64)[None]
-        self.weights = rng.random((1, TOP_K)).astype(np.float32)
-        self.out = np.full((1, HIDDEN), np.nan, np.float32)
+    def __init__(self, device, rng, rows):
+        self.hidden = rng.standard_normal((rows, HIDDEN)).astype(np.float32)
+        self.ids = np.array([rng.permutation(device.num_experts)[:TOP_K] for _ in range(rows)], np.int64)
+        self.weights = rng.random((rows, TOP_K)).astype(np.float32)
+        self.out = np.full((rows, HIDDEN), np.nan, np.float32)
         step = device.step.copy()
         for name in ("hidden", "ids", "weights", "out"):
             step["x" if name == "hidden" else name] = getattr(self, name).ctypes.data
         step["x_stride"] = step["out_stride"] = 4 * HIDDEN
         step["x_element"] = step["out_element"] = step["weight_element"] = 0
-        step["id_nbytes"] = 8
+        step["id_nbytes"], step["num_rows"] = 8, rows
+        items = max_items(device.num_experts, device.shards, rows, TOP_K)
         parts = device.layout, device.layer, step
         lists = device.at["plan_list"].address, device.at["updates"].address
         hits, plan = device._progress(0), device._progress(1)
         self.launches = [
             launches.publish_launch(device.layer, step),
-            launches.hit_launch(*parts, hits, device.max_items),
-            launches.plan_launch(*parts, plan, device.max_items, *lists, wait=True),
+            launches.hit_launch(*parts, hits, items),
+            launches.plan_launch(*parts, plan, items, *lists, wait=True),
             launches.combine_launch(device.layer, step, hits, plan),
         ]
 
 
-def run_steps(seed, resident, fills, window=24, fmt="q4_k", intermediate=512):
+def run_steps(seed, resident, fills, window=24, fmt="q4_k", intermediate=512, rows=(1,)):
     rng = np.random.default_rng(seed)
     store = make_store(fmt, "silu_glu", HIDDEN, intermediate, experts=6, seed=seed)
-    device = LayerOnDevice(Shim(variant_of(store.layers[0].layout)), store, 1, TOP_K)
-    device.step["num_rows"], device.step["top_k"] = 1, TOP_K
-    tokens = [Token(device, rng) for _ in range(STEPS)]
+    device = LayerOnDevice(Shim(variant_of(store.layers[0].layout)), store, ROWS, TOP_K)
+    device.at["copy_flags"] = device.backend.mapped(512, 0)
+    device.step["top_k"] = TOP_K
+    tokens = [Token(device, rng, int(rng.choice(rows))) for _ in range(STEPS)]
     host = Host(device, tokens, seed, resident, fills)
     device.backend.launch_chain([one for token in tokens for one in token.launches], seed + 1, host, window)
     for number, token in enumerate(tokens):
@@ -187,6 +204,11 @@ def test_steps_with_misses(seed):
 def test_slots_that_change_hands_meanwhile(seed):
     host = run_steps(200 + seed, resident=[0.6, 0.95][seed % 2], fills=True, window=20 + 5 * (seed % 5))
     assert host.sequence > 1
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_steps_of_several_rows(seed):
+    run_steps(400 + seed, resident=[0.5, 0.9, 1.0][seed % 3], fills=seed % 2 == 1, rows=(1, 2, 3, ROWS))
 
 
 @pytest.mark.parametrize("seed", range(4))
