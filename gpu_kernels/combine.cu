@@ -41,12 +41,21 @@ DEV void wait_for_parts(const Layer& layer, const Step& step, const Progress& hi
   }
 }
 
+// The first block, if publish has left it to the step's end to acknowledge a list: once all hits have read their slots.
+DEV void acknowledge_at_end(const Layer& layer, const Step& step, const Progress& hits, const uint4& list) {
+  int tasks = (layer.hidden + columns_of_task(layer) - 1) / columns_of_task(layer), warps = blockDim.x / 32;
+  for (int task = threadIdx.x / 32; task < tasks; task += warps)
+    wait_for_blocks(hits.parts + task, (int)list.y, CHUNKS, list.x);
+  __syncthreads();
+  if (threadIdx.x == 0) store_release_system(step.acknowledged, *(const volatile u32*)&step.state->applied);
+}
+
 extern "C" __global__ void __launch_bounds__(256)
     combine(const __grid_constant__ Layer layer, const __grid_constant__ Step step, const __grid_constant__ Progress hits,
             const __grid_constant__ Progress plan) {
   let_next_start();  // which waits until this has ended
   __shared__ CombineShared shared;
-  __shared__ bool failed;
+  __shared__ bool failed, owes;
   uint4 list = load16(step.hits);  // the hits' number, how many they are, how many shards are missing
   u32 clock = *(const volatile u32*)&step.state->clock;
   int start = blockIdx.x * DOWN_CHUNK, end = min(start + DOWN_CHUNK, layer.hidden);
@@ -70,7 +79,11 @@ extern "C" __global__ void __launch_bounds__(256)
     combine_columns<true>(layer, step, blockIdx.y, start, end, shared, wait);
   if (!first) return;
   wait_for_earlier();
-  if (threadIdx.x != 0) return;
-  while (load_acquire_gpu(&step.state->published) != list.x) rest();  // the next step looks up what this one has changed
-  step.state->epoch = list.x;
+  if (threadIdx.x == 0) {
+    while (load_acquire_gpu(&step.state->published) != list.x) rest();  // the next step looks up what this one has changed
+    owes = *(const volatile u32*)&step.state->owes != 0;
+  }
+  __syncthreads();
+  if (owes) acknowledge_at_end(layer, step, hits, list);
+  if (threadIdx.x == 0) step.state->epoch = list.x;
 }

@@ -237,16 +237,18 @@ DEV void close_mail(const Layer& layer, const Step& step) {
 }
 
 // One warp of the last block, when the hits know their list: what is on its way to or from the host holds nothing up but the
-// step's end. A pending list that the stream has not seen is applied after this step's look-ups, then acknowledged.
+// step's end. A pending list that the stream has not seen is applied after this step's look-ups, then acknowledged, or at the
+// step's end by combine: then nobody reads any more what was looked up before.
 DEV void end_publish(const Layer& layer, const Step& step, u32 mark) {
-  u32 applied = step.state->applied, pending = applied;
+  u32 applied = step.state->applied;
+  Pending pending = {applied, false};
   if (step.pending) pending = apply_pending(step.table, step.pending, applied, layer.num_experts * layer.num_shards);
   __threadfence();
   __syncwarp();
   if (threadIdx.x % 32 != 0) return;
-  step.state->applied = pending;
+  step.state->applied = pending.sequence, step.state->owes = pending.at_end;
   store_release_gpu(&step.state->published, mark);
-  if (pending != applied) store_release_system(step.acknowledged, pending);
+  if (pending.sequence != applied && !pending.at_end) store_release_system(step.acknowledged, pending.sequence);
 }
 
 // The list's header, in one piece and last of all: whoever started early knows by it that publish has done its work.

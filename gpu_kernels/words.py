@@ -52,11 +52,11 @@ _STRUCTS: Mapping[str, tuple[tuple[str, str], ...]] = {
     ),
     "WorkList": (("u32", "sequence"), ("int", "count"), ("int", "num_updates"), ("int[13]", "unused")),
     "Update": (("int", "entry"), ("int", "slot"), ("u32", "sequence"), ("int", "unused")),
-    "Updates": (("u32", "sequence"), ("int", "count"), ("int[14]", "unused")),
+    "Updates": (("u32", "sequence"), ("int", "count"), ("int", "at_end"), ("int[13]", "unused")),
     "State": (
         ("u32", "clock"), ("u32", "sequence"), ("u32", "missing"), ("u32", "num_groups"), ("u32", "failed"),
         ("u32", "applied"), ("u32", "arrived"), ("u32", "summable"), ("u64", "routed"), ("u32", "epoch"),
-        ("u32", "rescued"), ("u32", "published"), ("u32[3]", "unused"),
+        ("u32", "rescued"), ("u32", "published"), ("u32", "owes"), ("u32[2]", "unused"),
     ),
     "Mailbox": (
         ("u32", "begin"), ("u32", "layer"), ("u32", "num_rows"), ("u32", "top_k"), ("u32", "num_groups"),

@@ -3,12 +3,12 @@
 The slot table is written by the GPU's own stream alone: it applies a *pending* list of changes in ``publish``, after
 the look-ups of that step, and acknowledges it. So a fill goes through stages, each ended by such an answer:
 
-1. INVALIDATING: the victims' entries become -1. The step that acknowledges may still read their slots.
-2. SETTLING: an empty list is acknowledged by a later step, so that step is over.
-3. COPYING: one shard after the other, so that a demand waits for one at most.
-4. VALIDATING: the new entries are acknowledged. Only now may the planner hit or evict them.
+1. INVALIDATING: the victims' entries become -1. The step that does it may still read their slots, so it acknowledges at
+   its end.
+2. COPYING: one shard after the other, so that a demand waits for one at most.
+3. VALIDATING: the new entries are acknowledged. Only now may the planner hit or evict them.
 
-That takes four steps and more, so what is filled is what the layers after these will likely need
+That takes three steps and more, so what is filled is what the layers after these will likely need
 (`policy.gpu_options`). How much of it depends on the time in which the link has nothing else to do: between the end of
 an answer and the next mailbox, averaged.
 """
@@ -18,11 +18,11 @@ from __future__ import annotations
 import numpy as np
 
 from trilane.cpu_kernels import layout
-from trilane.cpu_kernels.atomics import mono_ns
+from trilane.cpu_kernels.atomics import mono_ns, store32_at
 from trilane.cuda_copier import copy_by_segment, post_fill
 from trilane.cuda_plan import add_update, release_list
 from trilane.cuda_tape import tape_background, tape_given_up, tape_hint, tape_settled
-from trilane.cuda_words import Control, Failure, Fills, Place, Stage, u32_at
+from trilane.cuda_words import AT_END, Control, Failure, Fills, Place, Stage, u32_at
 from trilane.expert import decision, expert_of
 from trilane.host_step import source_address
 from trilane.jit import compiled
@@ -146,6 +146,7 @@ def _next_list(wire):
 @compiled(counted=False)
 def _post(wire, count, stage):
     wire.control[Control.PENDING] = _next_list(wire)
+    store32_at(wire.places[Place.PENDING] + AT_END, np.int32(stage == Stage.INVALIDATING))
     release_list(wire.places[Place.PENDING], count, wire.control[Control.PENDING])
     wire.control[Control.FILL_STAGE] = stage
 
@@ -173,8 +174,6 @@ def tend_fills(run):
     if u32_at(wire.places[Place.ACKNOWLEDGED]) != wire.control[Control.PENDING]:
         return False
     if stage == Stage.INVALIDATING:
-        _post(wire, 0, Stage.SETTLING)
-    elif stage == Stage.SETTLING:
         wire.control[Control.FILL_STAGE] = Stage.COPYING
     else:  # the GPU knows the new entries: from here on they are the planner's too
         tape_settled(run, wire.control[Control.NUM_FILLS], LANDED)

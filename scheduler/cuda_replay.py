@@ -50,7 +50,8 @@ class Under(IntEnum):
     COPIED = 2
     LANDED = 3  # of all
     IS_COPYING = 4  # whether a copy is on the link
-    SIZE = 5
+    WAITS = 5  # whether copies begin when the step is over
+    SIZE = 6
 
 
 @record
@@ -128,9 +129,7 @@ def _publish(run):
     """A step begins: it acknowledges what the fills under way wait for."""
     stage = run.under[Under.STAGE]
     if stage == Stage.INVALIDATING:
-        run.under[Under.STAGE] = Stage.SETTLING
-    elif stage == Stage.SETTLING:
-        run.under[Under.STAGE] = Stage.COPYING
+        run.under[Under.STAGE], run.under[Under.WAITS] = Stage.COPYING, 1
     elif stage == Stage.VALIDATING:
         for k in range(run.under[Under.NUM]):
             land_fill(run.state, run.geometry, run.fills.fill_slot[k], run.fills.fill_shard[k])
@@ -180,8 +179,8 @@ def _miss_us(run, rates, layer, clock):
 def _pass_time(run, us, missed, fill_us):
     """Until the next step: copies of fills land, and others begin where no misses are served and they end in time."""
     times, under, begin = run.times, run.under, run.times[Clock.NOW]
-    end, free = begin + us + run.gap_us[0], begin + (us if missed else 0.0)
-    times[Clock.NOW] = end
+    end, free = begin + us + run.gap_us[0], begin + (us if missed or under[Under.WAITS] else 0.0)
+    times[Clock.NOW], under[Under.WAITS] = end, 0
     while under[Under.STAGE] == Stage.COPYING:
         if under[Under.IS_COPYING]:
             if times[Clock.COPIED] > end:

@@ -146,9 +146,8 @@ class Stage(IntEnum):
 
     IDLE = 0
     INVALIDATING = 1
-    SETTLING = 2
-    COPYING = 3
-    VALIDATING = 4
+    COPYING = 2
+    VALIDATING = 3
 
 
 @record
@@ -216,6 +215,7 @@ ITEM_FLAG, ITEM_ROWS, ITEM_SEQUENCE_3 = (_offset("Item", name) for name in ("fla
 UPDATE_ENTRY, UPDATE_SLOT, UPDATE_SEQUENCE = (_offset("Update", name) for name in ("entry", "slot", "sequence"))
 SEQUENCE, COUNT, PLAN_UPDATES = (_offset("WorkList", name) for name in ("sequence", "count", "num_updates"))
 assert (SEQUENCE, COUNT) == (_offset("Updates", "sequence"), _offset("Updates", "count"))
+AT_END = _offset("Updates", "at_end")
 
 
 @compiled
