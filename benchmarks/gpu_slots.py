@@ -92,6 +92,6 @@ def use_policy(runner, config):
     state = empty_state(config, runner.geometry, runner.num_slots)
     with runner.threads.holding():
         state.clock[...] = runner.state.clock
-        runner._held.seen[:] = runner._counted[0]  # what was stamped up to now is another policy's
+        runner._held.seen[:] = runner.counts.begun  # what was stamped up to now is another policy's
         runner.config, runner.state, runner._held = config, state, runner._held._replace(state=state)
     runner.use_options(gpu_options(config))

@@ -23,6 +23,7 @@ from trilane.cpu_kernels.host_device import PlayedRates
 from trilane.cpu_kernels.host_workspace import Part, StepShape, make_workspace
 from trilane.cpu_kernels.team import TeamError
 from trilane.cuda_copier import frozen_options
+from trilane.cuda_counts import CudaCounts
 from trilane.cuda_errors import device_errors, step_error
 from trilane.cuda_fills import begin_fills, copy_listed, forget_fills
 from trilane.cuda_launches import StepLaunches
@@ -32,11 +33,11 @@ from trilane.cuda_recorder import TAPE_ENTRIES, TAPE_EVENTS, CudaRecorder
 from trilane.cuda_threads import WAIT_NAP_S, CudaThreads
 from trilane.cuda_words import Control, CudaStep, Fault, Wire
 from trilane.errors import DeviceError, TrilaneError
-from trilane.expert import HIT, Outcome, Plan
+from trilane.expert import Outcome, Plan
 from trilane.gpu_kernels.cuda_device import CudaDevice, DeviceLayer, DeviceShape
 from trilane.gpu_kernels.driver import CudaDriver, Driver
 from trilane.gpu_kernels.driver_calls import compile_calls
-from trilane.gpu_kernels.words import ERRORS, TYPES
+from trilane.gpu_kernels.words import ERRORS
 from trilane.host_runner import StepInput, available_isa
 from trilane.host_tables import make_tables, store_geometry
 from trilane.journal import StoryEntry, expert_story, last_plan, make_journal
@@ -47,7 +48,6 @@ from trilane.recorder import trace_meta
 from trilane.routing import make_grouping
 from trilane.stash import Stash, on_stashes, stash_each
 from trilane.state import State
-from trilane.stats import NUM_LANES, LaneTotal, Total
 from trilane.store import ExpertStore
 from trilane.tape import make_tape
 from trilane.warm_file import WarmFile
@@ -97,7 +97,6 @@ class CudaRunner:
         self.options = gpu_options(config)
         self._work, self._fill_work = make_work(self.geometry), make_work(self.geometry)
         self._make_scratch()
-        self._counted = np.zeros(2, np.int64)
         self._warm = WarmKeeper(config)
         self._reported = [0] * len(ERRORS)
         self._rates = [make_rates()] * store.num_layers
@@ -150,7 +149,7 @@ class CudaRunner:
     def _make_state(self) -> None:
         geometry = self.geometry
         self.state = empty_state(self.config, geometry, self.device.num_slots)
-        self.journal, self._totals = make_journal(geometry), np.zeros(Total.SIZE)
+        self.journal, self.counts = make_journal(geometry), CudaCounts(self.device, geometry)
         places = make_places(self.device, self.threads.team.words, self.threads.control.ctypes.data)
         wire = Wire(
             places, self.threads.control, np.zeros(4, np.int64), np.zeros(self.shape.max_experts, np.int64),
@@ -159,7 +158,7 @@ class CudaRunner:
         self._held = CudaStep(
             wire, self.tables, self.ws, self.grouping, np.zeros(int(geometry.first_expert[-1]), np.int64),
             np.zeros(self.shape.max_experts, np.int32), self.state, geometry, self.options, self._work,
-            self._fill_work, self.journal, self._totals, np.zeros(3), make_tape(1, 1),
+            self._fill_work, self.journal, self.counts.totals, np.zeros(3), make_tape(1, 1),
         )  # fmt: skip
         self._run, self._frozen = self._stash_both()
 
@@ -172,7 +171,13 @@ class CudaRunner:
         if self.device.prefill is None:
             return None
         return CudaPrefill(
-            self.device, self.launches, self.threads, self.state, self._totals, config.policy.prefill_rows, self.check
+            self.device,
+            self.launches,
+            self.threads,
+            self.state,
+            self.counts.totals,
+            config.policy.prefill_rows,
+            self.check,
         )
 
     @property
@@ -325,20 +330,12 @@ class CudaRunner:
     @property
     def totals(self) -> np.ndarray:
         """What was done so far. Steps without misses are counted on the GPU; bytes of their hits are an average."""
-        totals = self._totals.copy()
-        steps, routed = self._device_counts() - self._counted
-        lanes = totals[Total.LANES : Total.SIZE].reshape(NUM_LANES, -1)
-        hits = float(routed) - float(lanes[:, LaneTotal.SHARDS].sum())
-        shard_nbytes = float(self.geometry.shard_nbytes.sum() / self.geometry.num_shards.sum())
-        lanes[HIT, LaneTotal.SHARDS] += max(0.0, hits)
-        lanes[HIT, LaneTotal.NBYTES] += max(0.0, hits) * shard_nbytes
-        totals[Total.STEPS] = max(totals[Total.STEPS], float(steps))
-        return totals
+        return self.counts.in_all()
 
     def answered_totals(self) -> np.ndarray:
         """What was done in steps with misses so far, without asking the GPU, whose copies may be queued up."""
         with self.threads.holding():
-            return self._totals.copy()
+            return self.counts.totals.copy()
 
     def reset(self) -> None:
         """Empty slots, no history, counters at 0; no step may be under way."""
@@ -347,8 +344,7 @@ class CudaRunner:
             self._end_fills()
             self.device.empty_table()
             self._take_state(self._empty_state())
-            self._totals[:] = 0.0
-            self._counted = self._device_counts()
+            self.counts.begin_anew()
 
     def _end_fills(self) -> None:
         """Give up background fills, once a copy that is under way has landed; the control thread is held."""
@@ -414,17 +410,7 @@ class CudaRunner:
     def forget_counts(self) -> None:
         """Count from now on; what slots hold stays."""
         with self.threads.holding():
-            self._totals[:] = 0.0
-            self._counted = self._device_counts()
-
-    def _device_counts(self) -> np.ndarray:
-        """Steps and shards routed to, as the GPU counts them now; on any thread, such as one that serves metrics."""
-        self.driver.make_current()
-        state, stream = np.zeros((), TYPES["State"]), self.device.fill_stream
-        self.driver.to_host(state.ctypes.data, self.device.address["state"], state.nbytes, stream)
-        while not self.driver.finished(stream):
-            time.sleep(WAIT_NAP_S)
-        return np.array([int(state["clock"]), int(state["routed"])], np.int64)
+            self.counts.begin_anew()
 
     def start_fills(self, layer: int, experts: Sequence[int]) -> int:
         """Begin background fills for likely experts; how many."""

@@ -93,7 +93,7 @@ def test_replay_decides_as_the_control_thread_does(played, policy):
         with scheduler.request() as request:
             graphs.run(token[None])
             settle(runner)
-            while runner.threads.control[Control.USED] != runner._device_counts()[0]:
+            while runner.threads.control[Control.USED] != runner.counts.on_device()[0]:
                 time.sleep(1e-4)
         missing.append(sum(request.stats.lanes[lane].shards for lane in ("stream", "zero_copy", "cpu")))
     state = empty_state(config, runner.geometry, runner.num_slots)

@@ -45,7 +45,7 @@ def until(scheduler, holds, seconds=5.0):
 
 
 def device_clock(runner):
-    return int(runner._device_counts()[0])
+    return int(runner.counts.on_device()[0])
 
 
 @pytest.fixture
