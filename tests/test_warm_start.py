@@ -416,13 +416,14 @@ def test_each_claim_is_checked(left, change):
 
 def test_extreme_but_allowed_worth_is_harmless(left):
     hot = take_hot_set(left.state, left.geometry, HALF_LIFE)
+    landed = int((left.state.slot_of >= 0).sum())  # the last fill may be under way
     cases = ((2.0**64, 1e300, 1e-300), (2.0**64, 5e-324, 1e10), (0.0, 16.0, 16.0), (5e-324, 1e308, 2.0))
     for worth, saved, here in cases:
         extreme = replace(hot, worth=np.full_like(hot.worth, worth), half_life_steps=saved)
         for eviction in EVICTIONS:
             made = warm_state(extreme, fresh_state(left, eviction=eviction), left.geometry, here)
             check(made.state, left.geometry)
-            assert len(made.shards) == 20
+            assert len(made.shards) == landed
 
 
 # ---------------------------------------------------------------------------------- when and how it is saved
