@@ -61,3 +61,14 @@ def drive(scheduler, steps, seed=0, hints=0.4, rows=(1, 1, 2, 5, 9)):
             scheduler.hint(target, rng.permutation(store.layers[target].num_experts)[:3])
             if rng.random() < 0.5:  # else the next step gives most of them up
                 scheduler._runner.settle_fills(let_end=True)
+
+
+def drive_until_full(scheduler, steps):
+    """Layer-steps until every slot is taken: a fill that was given up leaves its slot free for a later one."""
+    drive(scheduler, steps)
+    for seed in range(1, 50):
+        scheduler._runner.settle_fills(let_end=True)
+        if not scheduler._runner.state.num_free.any():
+            return
+        drive(scheduler, 3, seed, hints=0)
+    raise AssertionError("slots stay free")
