@@ -171,13 +171,14 @@ def test_metrics_count_what_requests_did(tiny):
     assert after["process_resident_memory_bytes",] > 1e6
 
 
-def test_the_example_of_the_document_runs(tiny):
-    """The words are those of the processor's sums in torch; here and in the document, a text and the same in pieces."""
+def test_the_example_of_the_document_runs(tiny, wanted):
+    """Torch's sums, and so the words, are the processor's: here as `wanted`, in the document alike in form."""
     text = (Path(__file__).parent.parent / "docs" / "serving.md").read_text()
     example, shown = re.search(r"```python\n(from openai.*?)```\n\n```\n(.*?)```", text, re.DOTALL).groups()
     code = example.replace("http://127.0.0.1:8000", tiny.url)
     found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False, timeout=60)
     assert found.returncode == 0, found.stderr
+    assert found.stdout.startswith(wanted)
     for printed in (found.stdout, shown):
         whole, pieces = printed.strip("\n").split("\n")
         assert pieces.replace("|", "") == whole and pieces.count("|") > 10
