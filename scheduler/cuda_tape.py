@@ -10,7 +10,7 @@ from trilane.cuda_words import Control
 from trilane.digest import fills_digest, plan_digest
 from trilane.jit import compiled
 from trilane.tape import NO_EXPERT, write_event
-from trilane.traces.trace import BACKGROUND, GAP, HINT, NOT_PLANNED, NUMBER_NBYTES, SETTLED, STEP, TOUCHED
+from trilane.traces.trace import BACKGROUND, GAP, GIVEN_UP, HINT, NOT_PLANNED, NUMBER_NBYTES, SETTLED, STEP, TOUCHED
 
 MOST_TOLD = 256**NUMBER_NBYTES
 
@@ -137,4 +137,4 @@ def tape_settled(run, num, how):
 def tape_given_up(run, entry, k):
     """Of the fills of such an event, the one that is given up."""
     if entry >= 0:
-        run.tape.ids[entry + k] = 0
+        run.tape.ids[entry + k] = GIVEN_UP

@@ -113,8 +113,8 @@ class Control(IntEnum):
     PERIOD_NS = 42  # thread: from one step to the next, averaged
     TAPING = 43  # whether events are written down; host: begin, thread: it cannot go on
     TAPED_CLOCK = 44  # thread: of the last step on the tape
-    RANKS = 46  # thread: of a row of the mailbox in hand
     NO_FILLS = 45  # host: begin no fills of the policy's own, since the state is wanted without any under way
+    RANKS = 46  # thread: of a row of the mailbox in hand
     PARKED = 48  # copier: whether it sleeps
     CALLED_NS = 49  # copier: when the call of the driver began in which it is, 0 in none
     ISSUED = 50  # copier: lists that it is done with
