@@ -140,6 +140,8 @@ class CudaDriver:
             Call.COPY_TO_HOST: "cuMemcpyDtoHAsync_v2",
         }  # fmt: skip
         self.table = make_table({place: self._address(name) for place, name in names.items()})
+        if hasattr(self._library, "cuMemcpyBatchAsync"):
+            self.table[Call.COPY_BATCH] = self._address("cuMemcpyBatchAsync")
         self.starts_early = self.architecture >= EARLY_START_ARCHITECTURE
         self._modules: list[int] = []
         self._functions: dict[tuple[int, str], int] = {}

@@ -15,6 +15,7 @@ from numba import types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
+from trilane.cpu_kernels.atomics import load_at
 from trilane.jit import compiled
 
 _I32, _I64 = ir.IntType(32), ir.IntType(64)
@@ -22,6 +23,7 @@ LAUNCH_ARGUMENTS = 11  # of cuLaunchKernel
 LAUNCH_WORDS = LAUNCH_ARGUMENTS + 1  # and whether it may start before the kernel before it has ended
 STREAM, SHARED, PARAMETERS, EXTRA = 8, 7, 9, 10  # places of arguments
 EARLY_START = 6  # CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
+STREAM_ORDER = 1  # CU_MEMCPY_SRC_ACCESS_ORDER_STREAM: sources are read when the stream has come to the copies
 SUCCESS = 0
 
 
@@ -35,6 +37,7 @@ class Call(IntEnum):
     LAUNCH_GRAPH = 4  # (graph, stream)
     LAUNCH_EARLY = 5  # (CUlaunchConfig*, function, parameters, extra)
     COPY_TO_HOST = 6  # (destination, source, nbytes, stream)
+    COPY_BATCH = 7  # (destinations, sources, sizes, count, attributes, their first copies, 1, failed copy, stream)
     SIZE = 8
 
 
@@ -110,6 +113,22 @@ def _call_launch_early(typingctx: Any, table: Any, block: Any, stream: Any) -> A
     return types.int64(*[types.int64] * 3), codegen
 
 
+@intrinsic
+def _call_batch(
+    typingctx: Any, table: Any, destinations: Any, sources: Any, sizes: Any, count: Any, stream: Any
+) -> Any:
+    """cuMemcpyBatchAsync with one CUmemcpyAttributes for all copies: the order, no hints of places, no flags."""
+
+    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        zero, one = ir.Constant(_I64, 0), ir.Constant(_I64, 1)
+        attributes = _put_words(builder, [ir.Constant(_I64, STREAM_ORDER), zero, zero])
+        first, failed = _put_words(builder, [zero]), _put_words(builder, [zero])
+        passed = [*args[1:5], attributes, first, one, failed, args[5]]
+        return _call(builder, args[0], ir.Constant(_I64, int(Call.COPY_BATCH)), passed)
+
+    return types.int64(*[types.int64] * 6), codegen
+
+
 @compiled
 def set_context(table, context):
     """Make the context current for the calling thread; the status."""
@@ -120,6 +139,22 @@ def set_context(table, context):
 def copy_to_device(table, destination, source, nbytes, stream):
     """Put a copy from host memory on a stream; the status. From pageable memory it returns when that is read."""
     return _call_four(table, Call.COPY_TO_DEVICE, destination, source, nbytes, stream)
+
+
+@compiled
+def has_batches(table):
+    """Whether the driver takes several copies in one call: NVIDIA's does from CUDA 12.8 on."""
+    return load_at(table + 8 * Call.COPY_BATCH) != 0
+
+
+@compiled
+def copy_batch(table, destinations, sources, sizes, count, stream):
+    """Put ``count`` copies from pinned memory on a stream, in no order among themselves; the status.
+
+    ``destinations``, ``sources`` and ``sizes`` are addresses of int64 arrays. Copies of one call run behind each other
+    without the pause that there is between two calls.
+    """
+    return _call_batch(table, destinations, sources, sizes, count, stream)
 
 
 @compiled

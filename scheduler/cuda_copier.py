@@ -30,9 +30,21 @@ from trilane.cpu_kernels.float_env import TASK_SIGNATURE
 from trilane.cpu_kernels.parking import park_while
 from trilane.cpu_kernels.words import word
 from trilane.cuda_plan import NUM_COPIES
-from trilane.cuda_words import Control, Failure, Fault, Place, control_word, fail, u32_at
+from trilane.cuda_words import (
+    COPY_FROM,
+    COPY_GROUP,
+    COPY_NBYTES,
+    COPY_TO,
+    Control,
+    Failure,
+    Fault,
+    Place,
+    control_word,
+    fail,
+    u32_at,
+)
 from trilane.expert import CPU, STREAM, ZERO_COPY
-from trilane.gpu_kernels.driver_calls import copy_to_device, set_context, write_value
+from trilane.gpu_kernels.driver_calls import copy_batch, copy_to_device, has_batches, set_context, write_value
 from trilane.jit import compiled, native
 from trilane.plan import Options
 from trilane.stash import on_stashes
@@ -72,7 +84,7 @@ def post_copies(wire, sequence):
     wire.control[Control.LIST_SIZE] = wire.counts[NUM_COPIES]
     nbytes = 0.0
     for k in range(wire.counts[NUM_COPIES]):
-        nbytes += wire.copies[k, 2]
+        nbytes += wire.copies[COPY_NBYTES, k]
     wire.control[Control.DUE_NS] = mono_ns() + LANDING_NS + np.int64(LANDING_NS_PER_BYTE * nbytes)
     store_at(words + 8 * Control.LISTED, ticket)
     _wake(words)
@@ -157,6 +169,31 @@ def copy_by_segment(wire, destination, source, nbytes, stream):
 
 
 @compiled(counted=False)
+def _copy_group(wire, first, end, stream):
+    """Put listed copies on a stream, by one call of the driver if it can be; the status."""
+    driver, together = wire.places[Place.DRIVER], end - first > 1 and has_batches(wire.places[Place.DRIVER])
+    for k in range(first, end):
+        together = together and _in_one_piece(wire, wire.copies[COPY_FROM, k], wire.copies[COPY_NBYTES, k])
+    if together:
+        at, row = wire.copies.ctypes.data + 8 * first, 8 * wire.copies.shape[1]
+        return copy_batch(driver, at + row * COPY_TO, at + row * COPY_FROM, at + row * COPY_NBYTES, end - first, stream)
+    for k in range(first, end):
+        status = copy_by_segment(
+            wire, wire.copies[COPY_TO, k], wire.copies[COPY_FROM, k], wire.copies[COPY_NBYTES, k], stream
+        )
+        if status != 0:
+            return status
+    return 0
+
+
+@compiled(counted=False)
+def _in_one_piece(wire, source, nbytes):
+    """Whether a copy's source is pinned, all of it by one registration."""
+    at, size = source - wire.places[Place.PINNED_START], wire.places[Place.SEGMENT_NBYTES]
+    return source + nbytes <= wire.places[Place.PINNED_END] and at // size == (at + nbytes - 1) // size
+
+
+@compiled(counted=False)
 def _begin_call(wire):
     """Before a call of the driver: whoever waits sees since when."""
     words = wire.places[Place.CONTROL]
@@ -167,21 +204,24 @@ def _begin_call(wire):
 
 @compiled(counted=False)
 def _issue_list(wire, ticket):
-    """Copies with a flag behind each, on their stream, as long as they are wanted; the driver's status."""
+    """Copies with a flag behind each group, on their stream, as long as they are wanted; the driver's status."""
     words, driver, stream = wire.places[Place.CONTROL], wire.places[Place.DRIVER], wire.places[Place.COPY_STREAM]
     sequence, writes = wire.control[Control.LIST_SEQUENCE], wire.control[Control.FAULT] != Fault.LOST_FLAG
-    for k in range(wire.control[Control.LIST_SIZE]):
-        if control_word(words, Control.GIVEN_UP) >= ticket:
-            break
+    first, size = 0, wire.control[Control.LIST_SIZE]
+    while first < size and control_word(words, Control.GIVEN_UP) < ticket:
+        group = wire.copies[COPY_GROUP, first]
+        end = first + 1
+        while end < size and wire.copies[COPY_GROUP, end] == group:
+            end += 1
         _begin_call(wire)
-        copy = wire.copies[k]
-        status = copy_by_segment(wire, copy[0], copy[1], copy[2], stream)
+        status = _copy_group(wire, first, end, stream)
         if wire.control[Control.FAULT] == Fault.COPY:
             status = INJECTED
         if status == 0 and writes:
-            status = write_value(driver, stream, wire.places[Place.COPY_FLAGS] + 4 * k, sequence)
+            status = write_value(driver, stream, wire.places[Place.COPY_FLAGS] + 4 * group, sequence)
         if status != 0:
             return status
+        first = end
     _begin_call(wire)
     return write_value(driver, stream, wire.places[Place.COPIED], sequence) if writes else 0
 

@@ -13,6 +13,10 @@ from trilane.cpu_kernels import layout
 from trilane.cpu_kernels.atomics import store32_at
 from trilane.cpu_kernels.words import set_word
 from trilane.cuda_words import (
+    COPY_FROM,
+    COPY_GROUP,
+    COPY_NBYTES,
+    COPY_TO,
     COUNT,
     ITEM_FILL,
     ITEM_FLAG,
@@ -37,7 +41,9 @@ from trilane.host_step import lay_out_shard, source_address
 from trilane.jit import compiled
 
 NOTHING, IN_SLOT, IN_PLACE, COPIED, ON_CPU = range(5)  # what becomes of a shard
-NUM_ITEMS, NUM_UPDATES, NUM_COPIES, NUM_CPU = range(4)  # places in CudaStep.counts
+# Places in Wire.counts: of the plan that is being written, and the newest group of copies with its bytes.
+NUM_ITEMS, NUM_UPDATES, NUM_COPIES, NUM_CPU, GROUP, GROUP_SIZE = range(6)
+GROUP_NBYTES = 8 << 20  # from which a group of copies, which share a flag, is full; see docs/cuda.md
 
 
 @compiled(counted=False)
@@ -107,14 +113,14 @@ def lay_out_cpu(wire, tables, ws, grouping, marks, layer, num_experts):
 
 @compiled(counted=False)
 def _add_item(wire, tables, grouping, marks, layer, i, j, fate):
-    """One item of the work list, its number last in each sixteen bytes; a copied one waits for the newest copy."""
+    """One item of the work list, its number last in each sixteen bytes; a copied one waits for the newest group."""
     at = i * tables.num_shards[layer] + j
     item = wire.places[Place.PLAN_LIST] + HEADER_NBYTES + ITEM_NBYTES * wire.counts[NUM_ITEMS]
     wire.counts[NUM_ITEMS] += 1
     slot = marks.slot[at]
     in_slot = wire.places[Place.SLOTS] + slot * wire.places[Place.SLOT_NBYTES] if slot >= 0 else 0
     source = source_address(tables, layer, grouping.experts[i], j)
-    flag = wire.places[Place.COPY_FLAGS] + 4 * (wire.counts[NUM_COPIES] - 1)
+    flag = wire.places[Place.COPY_FLAGS] + 4 * wire.counts[GROUP]
     sequence = np.int32(wire.control[Control.SEQUENCE])
     set_word(item + ITEM_WEIGHTS, 0, source if fate == IN_PLACE else in_slot)
     store32_at(item + ITEM_SHARD, np.int32(j))
@@ -139,15 +145,26 @@ def _add_copied(wire, tables, grouping, marks, layer, i, j, left):
     at = i * tables.num_shards[layer] + j
     if left == 0:
         left = max(1, marks.run[at])
-        copy = wire.copies[wire.counts[NUM_COPIES]]
-        wire.counts[NUM_COPIES] += 1
-        copy[0] = wire.places[Place.SLOTS] + marks.slot[at] * wire.places[Place.SLOT_NBYTES]
-        copy[1] = source_address(tables, layer, grouping.experts[i], j)
-        copy[2] = 0
+        nbytes = np.int64(0)
         for k in range(j, j + left):
-            copy[2] += tables.descriptor[layer, k, layout.NBYTES]
+            nbytes += tables.descriptor[layer, k, layout.NBYTES]
+        slot = wire.places[Place.SLOTS] + marks.slot[at] * wire.places[Place.SLOT_NBYTES]
+        _add_copy(wire, slot, source_address(tables, layer, grouping.experts[i], j), nbytes)
     _add_item(wire, tables, grouping, marks, layer, i, j, COPIED)
     return left - 1
+
+
+@compiled(counted=False)
+def _add_copy(wire, destination, source, nbytes):
+    """A copy, in the newest group unless that is full."""
+    k, counts = wire.counts[NUM_COPIES], wire.counts
+    if counts[GROUP_SIZE] >= GROUP_NBYTES:
+        counts[GROUP] += 1
+        counts[GROUP_SIZE] = 0
+    wire.copies[COPY_TO, k], wire.copies[COPY_FROM, k] = destination, source
+    wire.copies[COPY_NBYTES, k], wire.copies[COPY_GROUP, k] = nbytes, counts[GROUP]
+    counts[GROUP_SIZE] += nbytes
+    counts[NUM_COPIES] = k + 1
 
 
 @compiled(counted=False)

@@ -152,8 +152,8 @@ class CudaRunner:
         self.journal, self.counts = make_journal(geometry), CudaCounts(self.device, geometry)
         places = make_places(self.device, self.threads.team.words, self.threads.control.ctypes.data)
         wire = Wire(
-            places, self.threads.control, np.zeros(4, np.int64), np.zeros(self.shape.max_experts, np.int64),
-            np.zeros((max(1, self.shape.max_items), 3), np.int64), np.zeros(max(1, self.shape.max_items), np.int8),
+            places, self.threads.control, np.zeros(6, np.int64), np.zeros(self.shape.max_experts, np.int64),
+            np.zeros((4, max(1, self.shape.max_items)), np.int64), np.zeros(max(1, self.shape.max_items), np.int8),
         )  # fmt: skip
         self._held = CudaStep(
             wire, self.tables, self.ws, self.grouping, np.zeros(int(geometry.first_expert[-1]), np.int64),

@@ -24,6 +24,8 @@ from trilane.routing import Grouping
 from trilane.state import State
 from trilane.tape import Tape
 
+COPY_TO, COPY_FROM, COPY_NBYTES, COPY_GROUP = range(4)  # rows of Wire.copies
+
 
 class Place(IntEnum):
     """Places in ``CudaStep.places``: addresses, streams, sizes."""
@@ -156,9 +158,9 @@ class Wire(NamedTuple):
 
     places: np.ndarray  # int64, by Place
     control: np.ndarray  # int64, by Control
-    counts: np.ndarray  # int64 (4,): of the plan that is being written, see cuda_plan.py
+    counts: np.ndarray  # int64 (6,): of the plan that is being written, see cuda_plan.py
     missing: np.ndarray  # int64 by group: bits of missing shards
-    copies: np.ndarray  # int64 (items, 3): source, destination, bytes
+    copies: np.ndarray  # int64 (4, items): destinations, sources, bytes, groups that share a flag
     fates: np.ndarray  # int8 (items,): of the plan in hand, see cuda_plan.py
 
 

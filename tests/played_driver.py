@@ -17,7 +17,7 @@ from cuda_backends import Shim
 from numba import types
 
 from trilane.cpu_kernels.atomics import futex_wait, futex_wake, load_at, store_at
-from trilane.cpu_kernels.words import set_word
+from trilane.cpu_kernels.words import set_word, word
 from trilane.gpu_kernels.driver import DriverError, Encoded, launch_words
 from trilane.gpu_kernels.driver_calls import LAUNCH_ARGUMENTS, Call, make_table
 from trilane.gpu_kernels.words import HEADER_NBYTES, TYPES
@@ -77,6 +77,14 @@ def calls():
         _push(stream, LAUNCH, function, parameters, 0)
         return 0
 
+    @native(types.int32(*[types.int64] * 9))
+    def batch(destinations, sources, sizes, count, attributes, firsts, num_attributes, failed, stream):
+        if word(attributes, 0) != 1 or num_attributes != 1 or word(firsts, 0) != 0:
+            return 1
+        for k in range(count - 1, -1, -1):  # in no order that anyone relies on
+            _push(stream, COPY, word(destinations, k), word(sources, k), word(sizes, k))
+        return 0
+
     @native(types.int32(*words))
     def graph(handle, stream, a, b):
         _push(stream, GRAPH, handle, 0, 0)
@@ -85,6 +93,7 @@ def calls():
     return {
         Call.SET_CONTEXT: set_context.address, Call.COPY_TO_DEVICE: copy.address, Call.WRITE_VALUE: write.address,
         Call.LAUNCH_KERNEL: launch.address, Call.LAUNCH_GRAPH: graph.address, Call.COPY_TO_HOST: copy.address,
+        Call.COPY_BATCH: batch.address,
     }  # fmt: skip
 
 
