@@ -45,7 +45,7 @@ def answer_mail(run, rates):
     begin = mono_ns()
     wire, g = run.wire, run.grouping
     _note_idle(wire.control, begin)
-    _note_period(wire.control, wire.control[Control.CLOCK] - wire.control[Control.USED], begin)
+    _note_pause(wire.control, wire.control[Control.CLOCK] - wire.control[Control.USED], begin)
     layer, clock = wire.control[Control.TAKEN_LAYER], wire.control[Control.CLOCK]
     num_experts = wire.control[Control.NUM_GROUPS]
     plan_layer(run.state, run.geometry, rates, run.options, layer, g.experts, g.rows, num_experts, clock, run.work)
@@ -62,6 +62,7 @@ def answer_mail(run, rates):
         store32_at(wire.places[Place.CPU_FLAG], np.int32(sequence))
     await_issue(wire, copies)
     wire.control[Control.ANSWERED] = sequence
+    wire.control[Control.FREE_NS], wire.control[Control.MISSED] = mono_ns(), 1
     tape_plan(run, layer, clock, num_experts)
     learn_step(run.state, run.geometry, run.options, layer, g.experts, num_experts)
     write_plan(run.journal, run.geometry, layer, clock, g.experts, g.rows, num_experts, run.work)
@@ -89,11 +90,12 @@ def _note_idle(control, begin):
 
 
 @compiled(counted=False)
-def _note_period(control, steps, now):
-    """How long it took from the step before, where that is known."""
-    if steps == 1 and control[Control.STEP_NS] != 0:
-        control[Control.PERIOD_NS] = average_time(control[Control.PERIOD_NS], now - control[Control.STEP_NS])
-    control[Control.STEP_NS] = now
+def _note_pause(control, steps, now):
+    """How long it took to this step from when the one before left the link alone, where that is known."""
+    if steps == 1 and control[Control.FREE_NS] != 0:
+        place = Control.PAUSE_NS + control[Control.MISSED]
+        control[place] = average_time(control[place], now - control[Control.FREE_NS])
+    control[Control.FREE_NS], control[Control.MISSED] = now, 0
 
 
 @compiled
@@ -112,7 +114,7 @@ def learn_use(run):
     layer = take_use(wire, g, run.geometry.num_layers)
     if layer < 0:
         return False
-    _note_period(wire.control, wire.control[Control.USED] - before, mono_ns())
+    _note_pause(wire.control, wire.control[Control.USED] - before, mono_ns())
     clock, num = wire.control[Control.USED], wire.control[Control.NUM_GROUPS]
     first, end = run.geometry.first_expert[layer], run.geometry.first_expert[layer + 1]
     for i in range(num):

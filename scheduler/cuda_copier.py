@@ -92,11 +92,10 @@ def post_copies(wire, sequence):
 
 
 @compiled(counted=False)
-def post_fill(wire, target, source, nbytes):
-    """Post the copy of a background fill; the stream of fills writes FILL_COUNT to its flag behind it."""
-    wire.control[Control.FILL_TARGET], wire.control[Control.FILL_SOURCE] = target, source
-    wire.control[Control.FILL_NBYTES] = nbytes
+def post_fills(wire, size):
+    """Post the listed copies of background fills; the stream of fills writes FILL_COUNT to its flag behind them."""
     words = wire.places[Place.CONTROL]
+    wire.control[Control.FILL_SIZE] = size
     store_at(words + 8 * Control.FILL_POSTED, wire.control[Control.FILL_COUNT])
     _wake(words)
 
@@ -169,18 +168,16 @@ def copy_by_segment(wire, destination, source, nbytes, stream):
 
 
 @compiled(counted=False)
-def _copy_group(wire, first, end, stream):
+def _put_copies(wire, copies, first, end, stream):
     """Put listed copies on a stream, by one call of the driver if it can be; the status."""
     driver, together = wire.places[Place.DRIVER], end - first > 1 and has_batches(wire.places[Place.DRIVER])
     for k in range(first, end):
-        together = together and _in_one_piece(wire, wire.copies[COPY_FROM, k], wire.copies[COPY_NBYTES, k])
+        together = together and _in_one_piece(wire, copies[COPY_FROM, k], copies[COPY_NBYTES, k])
     if together:
-        at, row = wire.copies.ctypes.data + 8 * first, 8 * wire.copies.shape[1]
+        at, row = copies.ctypes.data + 8 * first, 8 * copies.shape[1]
         return copy_batch(driver, at + row * COPY_TO, at + row * COPY_FROM, at + row * COPY_NBYTES, end - first, stream)
     for k in range(first, end):
-        status = copy_by_segment(
-            wire, wire.copies[COPY_TO, k], wire.copies[COPY_FROM, k], wire.copies[COPY_NBYTES, k], stream
-        )
+        status = copy_by_segment(wire, copies[COPY_TO, k], copies[COPY_FROM, k], copies[COPY_NBYTES, k], stream)
         if status != 0:
             return status
     return 0
@@ -214,7 +211,7 @@ def _issue_list(wire, ticket):
         while end < size and wire.copies[COPY_GROUP, end] == group:
             end += 1
         _begin_call(wire)
-        status = _copy_group(wire, first, end, stream)
+        status = _put_copies(wire, wire.copies, first, end, stream)
         if wire.control[Control.FAULT] == Fault.COPY:
             status = INJECTED
         if status == 0 and writes:
@@ -227,12 +224,11 @@ def _issue_list(wire, ticket):
 
 
 @compiled(counted=False)
-def _issue_fill(wire, number):
-    """The copy of a background fill; the driver's status."""
+def _issue_fills(wire, number):
+    """The copies of background fills; the driver's status."""
     driver, stream = wire.places[Place.DRIVER], wire.places[Place.FILL_STREAM]
-    target, source = wire.control[Control.FILL_TARGET], wire.control[Control.FILL_SOURCE]
     _begin_call(wire)
-    status = copy_by_segment(wire, target, source, wire.control[Control.FILL_NBYTES], stream)
+    status = _put_copies(wire, wire.fill_copies, 0, wire.control[Control.FILL_SIZE], stream)
     if status == 0 and wire.control[Control.FAULT] != Fault.LOST_FLAG:
         status = write_value(driver, stream, wire.places[Place.FILL_FLAG], number & 0xFFFFFFFF)
     return status
@@ -248,7 +244,7 @@ def issue(run):
         _end_call(wire, _issue_list(wire, ticket), Control.ISSUED, ticket)
         return LIST
     if number != wire.control[Control.FILL_ISSUED]:
-        _end_call(wire, _issue_fill(wire, number), Control.FILL_ISSUED, number)
+        _end_call(wire, _issue_fills(wire, number), Control.FILL_ISSUED, number)
         return FILL
     return NOTHING
 

@@ -5,7 +5,7 @@ the look-ups of that step, and acknowledges it. So a fill goes through stages, e
 
 1. INVALIDATING: the victims' entries become -1. The step that does it may still read their slots, so it acknowledges at
    its end.
-2. COPYING: one shard after the other, so that a demand waits for one at most.
+2. COPYING: as many shards at a time as will have come when the next step may want the link.
 3. VALIDATING: the new entries are acknowledged. Only now may the planner hit or evict them.
 
 That takes three steps and more, so what is filled is what the layers after these will likely need
@@ -19,10 +19,21 @@ import numpy as np
 
 from trilane.cpu_kernels import layout
 from trilane.cpu_kernels.atomics import mono_ns, store32_at
-from trilane.cuda_copier import copy_by_segment, post_fill
+from trilane.cuda_copier import copy_by_segment, post_fills
 from trilane.cuda_plan import add_update, release_list
 from trilane.cuda_tape import tape_background, tape_given_up, tape_hint, tape_settled
-from trilane.cuda_words import AT_END, Control, Failure, Fills, Place, Stage, u32_at
+from trilane.cuda_words import (
+    AT_END,
+    COPY_FROM,
+    COPY_NBYTES,
+    COPY_TO,
+    Control,
+    Failure,
+    Fills,
+    Place,
+    Stage,
+    u32_at,
+)
 from trilane.expert import decision, expert_of
 from trilane.host_step import source_address
 from trilane.jit import compiled
@@ -185,19 +196,21 @@ def tend_fills(run):
 
 
 @decision
-def ends_in_time(control, now):
-    """Whether a copy that begins now will be over when the next step asks for the link.
+def fits_in_pause(control, now, most):
+    """How many copies that begin now, one behind the other, will be over when the next step may ask for the link.
 
-    Where none ever would be, or the step is late, it begins all the same.
+    Where no copy ever would be, or the step is late, one begins all the same.
     """
-    period, fill = control[Control.PERIOD_NS], control[Control.FILL_NS]
-    since = now - control[Control.STEP_NS]
-    return since + fill <= period or fill + MARGIN_NS > period or since > 2 * period
+    pause, fill = control[Control.PAUSE_NS + control[Control.MISSED]], control[Control.FILL_NS]
+    since = now - control[Control.FREE_NS]
+    if since + fill <= pause:
+        return min(most, MOST_AT_ONCE, (pause - since) // max(1, fill))
+    return 1 if fill + MARGIN_NS > pause or since > 2 * pause else 0
 
 
 @compiled(counted=False)
 def _tend_copies(wire, geometry, tables, shards, slots):
-    """Begin the next copy when the one before has landed; the stream itself says so."""
+    """Begin the next copies when those before have landed; the stream itself says so."""
     done, begun = wire.control[Control.FILLS_DONE], wire.control[Control.FILL_COUNT]
     if u32_at(wire.places[Place.FILL_FLAG]) != begun & 0xFFFFFFFF:
         return False
@@ -207,10 +220,13 @@ def _tend_copies(wire, geometry, tables, shards, slots):
             add_update(wire.places[Place.PENDING], k, shards[k], slots[k], _next_list(wire))
         _post(wire, num, Stage.VALIDATING)
         return True
-    if not ends_in_time(wire.control, mono_ns()):
+    size = fits_in_pause(wire.control, mono_ns(), num - done)
+    if size == 0:
         return False
-    wire.control[Control.FILLS_DONE], wire.control[Control.FILL_COUNT] = done + 1, begun + 1
-    source, nbytes = _source(geometry, tables, shards[done])
-    slot = wire.places[Place.SLOTS] + slots[done] * wire.places[Place.SLOT_NBYTES]
-    post_fill(wire, slot, source, nbytes)
+    wire.control[Control.FILLS_DONE], wire.control[Control.FILL_COUNT] = done + size, begun + 1
+    for k in range(size):
+        source, nbytes = _source(geometry, tables, shards[done + k])
+        wire.fill_copies[COPY_TO, k] = wire.places[Place.SLOTS] + slots[done + k] * wire.places[Place.SLOT_NBYTES]
+        wire.fill_copies[COPY_FROM, k], wire.fill_copies[COPY_NBYTES, k] = source, nbytes
+    post_fills(wire, size)
     return True

@@ -18,7 +18,7 @@ from trilane.cuda_beside import measure_beside
 from trilane.cuda_copies import CopyProbe
 from trilane.cuda_machine import cuda_machine
 from trilane.cuda_runner import CudaRunner
-from trilane.cuda_step_probe import StepProbe, hit_us, lane_us, layers_like, planned_with, resident_experts
+from trilane.cuda_step_probe import StepProbe, hit_us, lane_us, layers_like, planned_with
 from trilane.layer_rates import layer_formats
 from trilane.plan import make_options
 from trilane.profile import Curve, MachineProfile
@@ -115,22 +115,22 @@ def kind_of(runner: CudaRunner, layer: int, formats: Iterable[str], quick: bool 
 
 def measure_kind(runner: CudaRunner, kind: Kind, streams: bool) -> KindTimes:
     """Steps of a kind on each lane; streamed ones too if ``streams``, where slots are too few for all experts."""
-    layer, most = kind.layers[0], kind.counts[-1]
-    us = _misses_us(runner, kind)
-    resident = resident_experts(runner, layer)
-    if streams and 0 < resident < runner.store.layers[layer].num_experts - most:
-        streamed = [n for n in kind.counts if n <= resident]
-        us["stream"] = lane_us(runner, [layer], streamed, "stream", fills=True)
+    layer = kind.layers[0]
+    us = _misses_us(runner, kind, streams)
     us["hit"] = hit_us(runner, layer, kind.counts)
     # Others on the machine make times longer and never shorter, for a while: the better of two passes counts.
-    us |= {lane: list(map(min, us[lane], again)) for lane, again in _misses_us(runner, kind).items()}
+    again = _misses_us(runner, kind, streams)
+    us |= {lane: list(map(min, us[lane], times)) for lane, times in again.items()}
     rows = min(BATCH_ROWS, runner.max_rows(1))
     return KindTimes(kind, us, _row_us(runner, kind, rows), rows, runner.num_threads)
 
 
-def _misses_us(runner: CudaRunner, kind: Kind) -> dict[str, list[float]]:
+def _misses_us(runner: CudaRunner, kind: Kind, streams: bool) -> dict[str, list[float]]:
     """us of steps by lane and number of missing experts."""
-    return {lane: lane_us(runner, kind.layers, kind.counts, lane) for lane in ("zero_copy", "cpu")}
+    us = {lane: lane_us(runner, kind.layers, kind.counts, lane) for lane in ("zero_copy", "cpu")}
+    if streams and (streamed := lane_us(runner, kind.layers, kind.counts, "stream", fills=True)):
+        us["stream"] = streamed
+    return us
 
 
 def _row_us(runner: CudaRunner, kind: Kind, rows: int) -> tuple[float, float]:
@@ -194,10 +194,13 @@ def fixed_costs(hits: Line, lines: dict[str, Line]) -> dict[str, float]:
 
 
 def fit(counts: Sequence[int], nbytes: int, us: Sequence[float]) -> Line:
-    """The line through times by experts; with one point, all of it is rate."""
+    """The line through times by experts, nearest in proportion; with one point, all of it is rate.
+
+    A hundredth of the time of many large experts is more than what a lane begins with, so small times say that.
+    """
     sizes = nbytes * np.array(counts, float)
     if len(counts) > 1:
-        slope, fix = np.polyfit(sizes, np.array(us), 1)
+        slope, fix = np.polyfit(sizes, np.array(us), 1, w=1 / np.array(us))
         if slope > 0 and fix >= 0:
             return Line(float(fix), float(1e-3 / slope))
     return Line(0.0, float(1e-3 * sizes.sum() / np.sum(us)))

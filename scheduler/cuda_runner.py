@@ -25,7 +25,7 @@ from trilane.cpu_kernels.team import TeamError
 from trilane.cuda_copier import frozen_options
 from trilane.cuda_counts import CudaCounts
 from trilane.cuda_errors import device_errors, step_error
-from trilane.cuda_fills import begin_fills, copy_listed, forget_fills
+from trilane.cuda_fills import MOST_AT_ONCE, begin_fills, copy_listed, forget_fills
 from trilane.cuda_launches import StepLaunches
 from trilane.cuda_places import make_places
 from trilane.cuda_prefill import CudaPrefill
@@ -153,7 +153,8 @@ class CudaRunner:
         places = make_places(self.device, self.threads.team.words, self.threads.control.ctypes.data)
         wire = Wire(
             places, self.threads.control, np.zeros(6, np.int64), np.zeros(self.shape.max_experts, np.int64),
-            np.zeros((4, max(1, self.shape.max_items)), np.int64), np.zeros(max(1, self.shape.max_items), np.int8),
+            np.zeros((4, max(1, self.shape.max_items)), np.int64), np.zeros((3, MOST_AT_ONCE), np.int64),
+            np.zeros(max(1, self.shape.max_items), np.int8),
         )  # fmt: skip
         self._held = CudaStep(
             wire, self.tables, self.ws, self.grouping, np.zeros(int(geometry.first_expert[-1]), np.int64),

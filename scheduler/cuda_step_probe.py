@@ -58,6 +58,11 @@ class StepProbe:
         graph.hidden[:] = np.linspace(-1, 1, self.runner.store.hidden)
         return graph
 
+    @property
+    def turn(self) -> list[int]:
+        """The layers that its steps take in turn."""
+        return self.layers[: len(self.graph.steps)]
+
     def route(self, experts: int) -> None:
         """Route the steps to the next of the first ``experts`` experts of their layers, round and round."""
         for k, ids in enumerate(self.graph.ids):
@@ -81,12 +86,18 @@ class StepProbe:
 def lane_us(
     runner: CudaRunner, layers: Sequence[int], counts: Sequence[int], lane: str, fills: bool = False
 ) -> list[float]:
-    """us of steps with so many missing experts, all on one lane; streamed ones replace each other in the slots."""
+    """us of steps with so many missing experts, all on one lane.
+
+    With ``fills`` what is missed is kept, and replaces what is there; then only counts up to the first of which some
+    would be found in slots again.
+    """
     found = []
     for count in counts:
         runner.reset()
         options = make_options(force=lane, fills=fills)
         with planned_with(runner, options), contextlib.closing(StepProbe(runner, layers, count)) as probe:
+            if fills and not always_misses(runner, probe.turn, count):
+                break
             found.append(probe.us(runner.store.layers[layers[0]].num_experts))
     return found
 
@@ -113,6 +124,21 @@ def resident_experts(runner: CudaRunner, layer: int) -> int:
     pool = state.pool_of[layer]
     slots = int(state.first_slot[pool + 1] - state.first_slot[pool])
     return min(described.num_experts, slots // described.layout.num_shards)
+
+
+def always_misses(runner: CudaRunner, layers: Sequence[int], count: int) -> bool:
+    """Whether steps of these layers in turn, each of the next ``count`` experts, find none of them in slots, though
+    what they miss is kept: the next ones are others, and slots hold half of all at most, whatever is evicted first."""
+    state, described = runner.state, runner.store.layers[layers[0]]
+    if 2 * count > described.num_experts:
+        return False
+    pools = [int(state.pool_of[layer]) for layer in layers]
+    for pool in set(pools):
+        slots = int(state.first_slot[pool + 1] - state.first_slot[pool])
+        held = slots // described.layout.num_shards
+        if not count <= held <= pools.count(pool) * described.num_experts // 2:
+            return False
+    return True
 
 
 def layers_like(runner: CudaRunner, layer: int) -> list[int]:

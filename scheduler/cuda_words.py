@@ -84,7 +84,7 @@ class Control(IntEnum):
     FILL_STAGE = 12  # thread: a Stage
     NUM_FILLS = 13  # thread: fills under way
     FILLS_DONE = 14  # thread: of these, copied
-    FILL_COUNT = 15  # thread: copies of fills ever begun
+    FILL_COUNT = 15  # thread: how often copies of fills were begun
     PENDING = 16  # thread: sequence of the pending list
     ANSWERED = 17  # thread: last mailbox of which everything was released
     TAKEN_LAYER = 18  # thread: the layer of the mailbox in hand
@@ -107,12 +107,11 @@ class Control(IntEnum):
     LIST_SEQUENCE = 34  # thread: the step of the last one
     LIST_SIZE = 35  # thread: its copies
     GIVEN_UP = 36  # thread: the last list that a step does not wait for: no more of its copies are to be issued
-    FILL_POSTED = 37  # thread: FILL_COUNT of the last fill that was posted
-    FILL_TARGET = 38  # thread: where to, where from, how much
-    FILL_SOURCE = 39
-    FILL_NBYTES = 40
-    STEP_NS = 41  # thread: when it heard of the last step
-    PERIOD_NS = 42  # thread: from one step to the next, averaged
+    FILL_POSTED = 37  # thread: FILL_COUNT of the last fills that were posted
+    FILL_SIZE = 38  # thread: their copies
+    PAUSE_NS = 39  # thread: from FREE_NS to the next step, averaged: after steps without misses, and (40) after others
+    FREE_NS = 41  # thread: when it had heard of the last step, if that had misses when it had answered
+    MISSED = 42  # thread: 1 if that step had misses
     TAPING = 43  # whether events are written down; host: begin, thread: it cannot go on
     TAPED_CLOCK = 44  # thread: of the last step on the tape
     NO_FILLS = 45  # host: begin no fills of the policy's own, since the state is wanted without any under way
@@ -120,7 +119,7 @@ class Control(IntEnum):
     PARKED = 48  # copier: whether it sleeps
     CALLED_NS = 49  # copier: when the call of the driver began in which it is, 0 in none
     ISSUED = 50  # copier: lists that it is done with
-    FILL_ISSUED = 51  # copier: the last fill that it issued
+    FILL_ISSUED = 51  # copier: FILL_COUNT of the last fills that it issued
     SIZE = 56
 
 
@@ -161,6 +160,7 @@ class Wire(NamedTuple):
     counts: np.ndarray  # int64 (6,): of the plan that is being written, see cuda_plan.py
     missing: np.ndarray  # int64 by group: bits of missing shards
     copies: np.ndarray  # int64 (4, items): destinations, sources, bytes, groups that share a flag
+    fill_copies: np.ndarray  # int64 (3, MOST_AT_ONCE): as the copies, of the fills that were posted last
     fates: np.ndarray  # int8 (items,): of the plan in hand, see cuda_plan.py
 
 

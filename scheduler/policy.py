@@ -7,8 +7,8 @@ from trilane.expert import Geometry
 from trilane.plan import Options, make_options
 from trilane.state import State, make_state
 
-GPU_COMING_FROM, GPU_COMING_LAYERS = 4, 8  # layers after a step that fills begun after it serve: the first, how many
-GPU_LEAST_RATE = 96  # of 256: a fill that is of no use holds up others there, and what the link then serves
+GPU_COMING_FROM, GPU_COMING_LAYERS = 4, 12  # layers after a step that fills begun after it serve: the first, how many
+GPU_LEAST_RATE = 64  # of 256: a fill that is of no use holds up others there, and what the link then serves
 
 
 def policy_options(config: Config) -> Options:

@@ -286,3 +286,23 @@ def test_a_gpu_that_fails_leaves_the_hosts_profile(played, quick_parts, monkeypa
     monkeypatch.setattr(cuda_calibrate, "calibrate_gpu", fails)
     assert "not measured: cuda: device 'cuda': out of memory" in probe()
     assert find_profile(this_machine())[0] is not None
+
+
+@pytest.mark.parametrize("pool, fraction, wanted", [("shared", 0.5, 2), ("layer", 0.5, 2), ("shared", 0.75, 0)])
+def test_streamed_steps_find_nothing_in_slots(played, monkeypatch, pool, fraction, wanted):
+    monkeypatch.setattr(cuda_step_probe, "STEPS", 2)
+    monkeypatch.setattr(cuda_step_probe, "SLOW_US", 1e9)
+    store = random_store(layers=2, experts=4, formats="q8_0", hidden=256, intermediate=256)
+    with open_gpu_scheduler(store, cache={"fraction": fraction, "pool": pool}) as scheduler:
+        runner = scheduler._runner
+        hits, us = [], cuda_step_probe.StepProbe.us
+
+        def counted(probe, experts):
+            with scheduler.request() as request:
+                times = [us(probe, experts) for _ in range(3)]
+            hits.append(request.stats.lanes["hit"].shards + request.stats.lanes["zero_copy"].shards)
+            return times[-1]
+
+        monkeypatch.setattr(cuda_step_probe.StepProbe, "us", counted)
+        assert len(cuda_step_probe.lane_us(runner, [0, 1], (1, 2, 3), "stream", fills=True)) == wanted
+        assert hits == [0] * wanted
