@@ -306,3 +306,16 @@ def test_streamed_steps_find_nothing_in_slots(played, monkeypatch, pool, fractio
         monkeypatch.setattr(cuda_step_probe.StepProbe, "us", counted)
         assert len(cuda_step_probe.lane_us(runner, [0, 1], (1, 2, 3), "stream", fills=True)) == wanted
         assert hits == [0] * wanted
+
+
+def test_what_the_lanes_lose_beside_each_other_is_the_middle_of_some_rounds(played, monkeypatch):
+    lost = iter((0.58, 0.12, 0.16))
+    together = cuda_beside.Together(cpu_gb_s=10.0, busy=1.0, lost=0.0, parts_s=[1.0])
+    store = random_store(layers=1, experts=4, formats="q8_0", hidden=256, intermediate=256)
+    with open_gpu_scheduler(store) as scheduler:
+        runner = scheduler._runner
+        monkeypatch.setattr(cuda_beside.Beside, "run", lambda self, *others: together._replace(lost=next(lost)))
+        copies = cuda_copies.CopyProbe(runner)
+        found = cuda_beside.measure_beside(runner, copies, [0], 1, int(store.layers[0].layout.expert_nbytes))
+        copies.close()
+    assert found["cpu_slowdown"] == 0.16
