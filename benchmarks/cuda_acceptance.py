@@ -155,12 +155,19 @@ def joint(steps, tokens=TOKENS):
     from benchmarks.joint_rate import measure_joint_rate
 
     most = min(SHAPE["top_k"], steps.store.layers[0].num_experts // 2)
+    counts = sorted({1, max(1, most // 2), most})
     hits, _ = line_of((1, most), [steps.median_us(n, 0, tokens=tokens) for n in (1, most)])
-    us = steps.median_us(0, most, None, tokens)
-    gb_s = most * steps.expert_nbytes / (us - hits) / 1e3
+    us = [steps.median_us(0, n, None, tokens) for n in counts]
+    gb_s = most * steps.expert_nbytes / (us[-1] - hits) / 1e3
     rate = measure_joint_rate(steps.runner.driver, steps.runner.num_threads, most_nbytes=steps.store.nbytes)
     name = f"lanes together, {most} misses split: {gb_s:.1f} of {rate.both:.1f} GB/s ({rate.cpu_together:.1f} CPU"
     row(f"{name}, {rate.link_together:.1f} link)", gb_s / rate.both, 0.9, ">=", "")
+    slope = steps.expert_nbytes / line_of(counts, us)[1] / 1e3
+    row(
+        f"the same by each further miss: {slope:.1f} GB/s (what a step begins with left out)",
+        slope / rate.both,
+        unit="",
+    )
 
 
 def resident(steps, tokens=TOKENS):

@@ -31,7 +31,7 @@ from trilane.random_store import StepShape, random_store
 
 STORE_NBYTES, QUICK_STORE_NBYTES, MOST_STORE_NBYTES = 256 << 20, 160 << 20, 1 << 30
 LEAST_EXPERTS = 24
-RESIDENT = 0.6  # part of the experts that have slots: more than the GPU's caches hold, and room for misses
+RESIDENT = 0.5  # part of the experts that have slots: more than the GPU's caches hold, and room for misses
 SHAPE = StepShape()
 IN_FLIGHT, QUICK_IN_FLIGHT = (1, 2, 4, 8, 16), (1, 4, 8)
 QUICK_BLOCKS = (8, 16, 32)

@@ -179,7 +179,7 @@ def measure_beside(
     """
     if not copies.most:
         return {}
-    alone, rounds = copies.rate(copies.most), []
+    alone, rounds = copies.rate(copies.most), list[Together]()
     with _cpu_steps(runner, layers, count, nbytes) as steps:
         for _ in range(ROUNDS):
             if rounds:

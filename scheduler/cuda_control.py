@@ -45,7 +45,7 @@ def answer_mail(run, rates):
     begin = mono_ns()
     wire, g = run.wire, run.grouping
     _note_idle(wire.control, begin)
-    _note_pause(wire.control, wire.control[Control.CLOCK] - wire.control[Control.USED], begin)
+    note_pause(wire.control, wire.control[Control.CLOCK] - wire.control[Control.USED], begin)
     layer, clock = wire.control[Control.TAKEN_LAYER], wire.control[Control.CLOCK]
     num_experts = wire.control[Control.NUM_GROUPS]
     plan_layer(run.state, run.geometry, rates, run.options, layer, g.experts, g.rows, num_experts, clock, run.work)
@@ -90,7 +90,7 @@ def _note_idle(control, begin):
 
 
 @compiled(counted=False)
-def _note_pause(control, steps, now):
+def note_pause(control, steps, now):
     """How long it took to this step from when the one before left the link alone, where that is known."""
     if steps == 1 and control[Control.FREE_NS] != 0:
         place = Control.PAUSE_NS + control[Control.MISSED]
@@ -114,7 +114,7 @@ def learn_use(run):
     layer = take_use(wire, g, run.geometry.num_layers)
     if layer < 0:
         return False
-    _note_pause(wire.control, wire.control[Control.USED] - before, mono_ns())
+    note_pause(wire.control, wire.control[Control.USED] - before, mono_ns())
     clock, num = wire.control[Control.USED], wire.control[Control.NUM_GROUPS]
     first, end = run.geometry.first_expert[layer], run.geometry.first_expert[layer + 1]
     for i in range(num):

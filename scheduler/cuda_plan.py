@@ -149,13 +149,13 @@ def _add_copied(wire, tables, grouping, marks, layer, i, j, left):
         for k in range(j, j + left):
             nbytes += tables.descriptor[layer, k, layout.NBYTES]
         slot = wire.places[Place.SLOTS] + marks.slot[at] * wire.places[Place.SLOT_NBYTES]
-        _add_copy(wire, slot, source_address(tables, layer, grouping.experts[i], j), nbytes)
+        add_copy(wire, slot, source_address(tables, layer, grouping.experts[i], j), nbytes)
     _add_item(wire, tables, grouping, marks, layer, i, j, COPIED)
     return left - 1
 
 
 @compiled(counted=False)
-def _add_copy(wire, destination, source, nbytes):
+def add_copy(wire, destination, source, nbytes):
     """A copy, in the newest group unless that is full."""
     k, counts = wire.counts[NUM_COPIES], wire.counts
     if counts[GROUP_SIZE] >= GROUP_NBYTES:

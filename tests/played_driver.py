@@ -132,6 +132,7 @@ class Stream:
             self.driver.copies.append((a, b, c))
             ctypes.memmove(a, b, c)
         elif kind == WRITE:
+            self.driver.writes.append(a)
             ctypes.c_uint32.from_address(a).value = b & 0xFFFFFFFF
         elif kind == LAUNCH:
             self.driver.run_kernel(a)
@@ -164,6 +165,11 @@ class PlayedDriver:
         Host memory that can be registered.
     copy_s : float
         What each copy takes.
+
+    Attributes
+    ----------
+    copies, writes : list
+        Copies that were made (destination, source, bytes), and addresses that streams wrote a value to.
     """
 
     def __init__(self, vram_nbytes=1 << 40, pin_nbytes=1 << 40, copy_s=0.0):
@@ -172,7 +178,7 @@ class PlayedDriver:
         self.blocks, self.registered, self.streams = {}, {}, {}
         self.kernels, self.launches, self.graphs = [], {}, {}
         self.kernel_lock = threading.Lock()  # the shim's fibers are one program's
-        self.calls, self.copies, self.events = {}, [], {}
+        self.calls, self.copies, self.writes, self.events = {}, [], [], {}
 
     def make_current(self):
         pass

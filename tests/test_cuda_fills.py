@@ -10,7 +10,8 @@ import numpy as np
 import pytest
 from expert_cases import assert_same_bits, expected, random_store
 
-from trilane.cuda_fills import MOST_AT_ONCE, fills_at_once
+from trilane.cuda_control import note_pause
+from trilane.cuda_fills import MOST_AT_ONCE, fills_at_once, fits_in_pause
 from trilane.cuda_words import Control, Fault, Place, Stage
 from trilane.gpu_kernels.cuda_device import array_at
 from trilane.gpu_kernels.words import NUM_USES, TYPES, USE_IDS, USE_WORDS
@@ -165,6 +166,38 @@ def test_a_reset_gives_up_fills_that_are_under_way(played):
 )
 def test_as_many_fills_begin_as_the_link_has_time_for(idle_us, fill_us, most):
     assert fills_at_once(int(1e3 * idle_us), int(1e3 * fill_us)) == most
+
+
+@pytest.mark.parametrize("missed", [0, 1])
+@pytest.mark.parametrize(
+    ("since_us", "most", "size"),
+    [(0, 8, 5), (30, 8, 3), (30, 2, 2), (81, 8, 0), (150, 8, 0), (201, 8, 1)],
+)
+def test_as_many_copies_begin_as_the_pause_holds(missed, since_us, most, size):
+    """Of the kind of step that the last one was; where the next step is late, one begins all the same."""
+    control = np.zeros(Control.SIZE, np.int64)
+    control[Control.PAUSE_NS + missed], control[Control.FILL_NS] = 100_000, 20_000
+    control[Control.PAUSE_NS + 1 - missed], control[Control.MISSED] = 1, missed
+    control[Control.FREE_NS] = 1_000_000
+    assert fits_in_pause(control, 1_000_000 + 1000 * since_us, most) == size
+    control[Control.FILL_NS] = 100_001  # never fits
+    assert fits_in_pause(control, 1_000_000 + 1000 * since_us, most) == 1
+    control[Control.FILL_NS] = 1
+    assert fits_in_pause(control, 1_000_000, 100) == MOST_AT_ONCE
+
+
+def test_pauses_are_averaged_by_the_kind_of_step_before_them():
+    control = np.zeros(Control.SIZE, np.int64)
+    note_pause(control, 1, 1_000_000)
+    assert control[Control.PAUSE_NS] == 0 and control[Control.FREE_NS] == 1_000_000
+    note_pause(control, 1, 1_160_000)
+    assert control[Control.PAUSE_NS : Control.PAUSE_NS + 2].tolist() == [10_000, 0]
+    control[Control.FREE_NS], control[Control.MISSED] = 1_200_000, 1  # answered
+    note_pause(control, 1, 1_232_000)
+    assert control[Control.PAUSE_NS : Control.PAUSE_NS + 2].tolist() == [10_000, 2_000]
+    note_pause(control, 3, 2_000_000)  # steps in between were not heard of
+    assert control[Control.PAUSE_NS : Control.PAUSE_NS + 2].tolist() == [10_000, 2_000]
+    assert control[Control.FREE_NS] == 2_000_000 and control[Control.MISSED] == 0
 
 
 def test_the_words_that_tell_a_use_are_where_the_host_looks(resident):

@@ -15,9 +15,11 @@ from played_driver import PlayedDriver
 import trilane.cuda_runner
 from trilane import ArrayError, Config, DeviceError, ExpertScheduler, RoutingError, WorkerError
 from trilane.cpu_kernels.cpus import DEFAULT_SPIN_US
+from trilane.cuda_plan import GROUP_NBYTES, add_copy
 from trilane.cuda_threads import spin_us
-from trilane.cuda_words import Control, Fault, Stage
+from trilane.cuda_words import COPY_FROM, COPY_GROUP, COPY_NBYTES, COPY_TO, Control, Fault, Stage
 from trilane.gpu_kernels.driver import CudaDriver, DriverMissing
+from trilane.gpu_kernels.driver_calls import Call
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from benchmarks.gpu_slots import check_slots  # noqa: E402
@@ -156,6 +158,30 @@ def test_copies_stay_within_one_registration(played, monkeypatch):
     scheduler = played(store_of(), cache={"fraction": 0.4}, policy={"force": "stream", "admit": "always"})
     assert len(scheduler._runner.driver.registered) > 10
     run(scheduler)
+
+
+def test_copies_of_a_step_share_a_call_and_a_flag(played):
+    """Played batches turn round, as copies of one call have no order; a driver without them gets them one by one."""
+    scheduler = played(store_of(experts=8), cache={"fraction": 1.0}, policy={"force": "stream", "admit": "always"})
+    runner, store = scheduler._runner, scheduler.store
+    x, weights = np.ones((1, 256), np.float32), np.full((1, 4), 0.25, np.float32)
+    for batches, ids in ((True, [[0, 1, 2, 3]]), (False, [[4, 5, 6, 7]])):
+        runner.driver.table[Call.COPY_BATCH] *= batches
+        copies, writes = len(runner.driver.copies), len(runner.driver.writes)
+        assert_same_bits(scheduler.forward(0, x, np.array(ids), weights), expected(store, 0, x, np.array(ids), weights))
+        sources = [source for _, source, _ in runner.driver.copies[copies:]]
+        assert len(sources) == 4 and sources == sorted(sources, reverse=batches)
+        assert runner.driver.writes[writes:] == [runner.device.address["copy_flags"], runner.device.address["copied"]]
+
+
+def test_a_group_of_copies_is_full_from_some_bytes_on(played):
+    wire = played(store_of())._runner._held.wire
+    wire.counts[:] = 0
+    sizes = [GROUP_NBYTES // 2, GROUP_NBYTES // 2, 1, 2 * GROUP_NBYTES, 1]
+    for k, nbytes in enumerate(sizes):
+        add_copy(wire, 100 + k, 200 + k, nbytes)
+    rows = [wire.copies[row, : len(sizes)].tolist() for row in (COPY_TO, COPY_FROM, COPY_NBYTES, COPY_GROUP)]
+    assert rows == [[100, 101, 102, 103, 104], [200, 201, 202, 203, 204], sizes, [0, 0, 1, 1, 2]]
 
 
 def test_slots_come_from_free_memory_and_fewer_of_them_are_told(played):
