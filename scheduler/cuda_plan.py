@@ -43,7 +43,7 @@ from trilane.jit import compiled
 NOTHING, IN_SLOT, IN_PLACE, COPIED, ON_CPU = range(5)  # what becomes of a shard
 # Places in Wire.counts: of the plan that is being written, and the newest group of copies with its bytes.
 NUM_ITEMS, NUM_UPDATES, NUM_COPIES, NUM_CPU, GROUP, GROUP_SIZE = range(6)
-GROUP_NBYTES = 8 << 20  # from which a group of copies, which share a flag, is full; see docs/cuda.md
+GROUP_NBYTES, GROUP_COPIES = 8 << 20, 64  # from which a group of copies, which share a flag, is full; see docs/cuda.md
 
 
 @compiled(counted=False)
@@ -158,7 +158,7 @@ def _add_copied(wire, tables, grouping, marks, layer, i, j, left):
 def add_copy(wire, destination, source, nbytes):
     """A copy, in the newest group unless that is full."""
     k, counts = wire.counts[NUM_COPIES], wire.counts
-    if counts[GROUP_SIZE] >= GROUP_NBYTES:
+    if counts[GROUP_SIZE] >= GROUP_NBYTES or (k > 0 and k % GROUP_COPIES == 0):
         counts[GROUP] += 1
         counts[GROUP_SIZE] = 0
     wire.copies[COPY_TO, k], wire.copies[COPY_FROM, k] = destination, source

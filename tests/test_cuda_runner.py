@@ -15,7 +15,7 @@ from played_driver import PlayedDriver
 import trilane.cuda_runner
 from trilane import ArrayError, Config, DeviceError, ExpertScheduler, RoutingError, WorkerError
 from trilane.cpu_kernels.cpus import DEFAULT_SPIN_US
-from trilane.cuda_plan import GROUP_NBYTES, add_copy
+from trilane.cuda_plan import GROUP_COPIES, GROUP_NBYTES, add_copy
 from trilane.cuda_threads import spin_us
 from trilane.cuda_words import COPY_FROM, COPY_GROUP, COPY_NBYTES, COPY_TO, Control, Fault, Stage
 from trilane.gpu_kernels.driver import CudaDriver, DriverMissing
@@ -182,6 +182,18 @@ def test_a_group_of_copies_is_full_from_some_bytes_on(played):
         add_copy(wire, 100 + k, 200 + k, nbytes)
     rows = [wire.copies[row, : len(sizes)].tolist() for row in (COPY_TO, COPY_FROM, COPY_NBYTES, COPY_GROUP)]
     assert rows == [[100, 101, 102, 103, 104], [200, 201, 202, 203, 204], sizes, [0, 0, 1, 1, 2]]
+
+
+def test_a_group_has_so_many_copies_at_most(played):
+    """The driver is not to be busy for long with one call: whoever waits for it takes it for held up."""
+    experts = 2 * GROUP_COPIES + 2
+    store = store_of(experts=experts, intermediate=256)
+    wire = played(store, cache={"fraction": 1.0})._runner._held.wire
+    wire.counts[:] = 0
+    for k in range(experts):
+        add_copy(wire, k, k, 1)
+    groups = wire.copies[COPY_GROUP, :experts].tolist()
+    assert groups == [0] * GROUP_COPIES + [1] * GROUP_COPIES + [2, 2]
 
 
 def test_slots_come_from_free_memory_and_fewer_of_them_are_told(played):
