@@ -225,7 +225,8 @@ DEV void copy_words(uint4* to, const uint4* from, i64 count) {
   for (i64 i = threadIdx.x; i < count; i += blockDim.x) to[i] = __ldcg(from + i);
 }
 
-// All threads of the last block: the rows, if they are not there yet, then the word that says that all is there.
+// All threads of the last block: the rows, if they are not there yet, then the word that says that all is there. That takes a
+// way to the host and back, so the hits know their list by then, and the plan's blocks can start.
 DEV void close_mail(const Layer& layer, const Step& step) {
   i64 blocks = (i64)step.num_rows * ((layer.hidden + BLOCK - 1) / BLOCK);
   bool later = !mails_at_once(step);
@@ -310,12 +311,11 @@ extern "C" __global__ void __launch_bounds__(512) publish(const __grid_constant_
     if (threadIdx.x == 0) step.state->missing = missing, step.state->num_groups = num_groups;
   }
   if (gridDim.x > 1 && !arrives_last(step, arrived)) return;
-  if (gridDim.x == 1 ? missing : *(volatile int*)&step.state->missing) close_mail(layer, step);
-  __syncthreads();
   if (threadIdx.x == 0) {
     step.state->clock = clock;
     release_hits(layer, step, mark);
   }
+  if (gridDim.x == 1 ? missing : *(volatile int*)&step.state->missing) close_mail(layer, step);
   __syncthreads();
   if (warp != 0) return;
   if (tells) stamp(layer, g, num_groups, clock, lane);
