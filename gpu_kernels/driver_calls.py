@@ -15,7 +15,6 @@ from numba import types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
-from trilane.cpu_kernels.atomics import load_at
 from trilane.jit import compiled
 
 _I32, _I64 = ir.IntType(32), ir.IntType(64)
@@ -75,14 +74,14 @@ def _call_launch(typingctx: Any, table: Any, block: Any, stream: Any) -> Any:
 
 
 @intrinsic
-def _starts_early(typingctx: Any, block: Any) -> Any:
-    """The last word of a block."""
+def _word(typingctx: Any, block: Any, index: Any) -> Any:
+    """A word of a block or a table, by its place there."""
 
     def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         words = builder.inttoptr(args[0], _I64.as_pointer())
-        return builder.load(builder.gep(words, [ir.Constant(_I32, LAUNCH_ARGUMENTS)]))
+        return builder.load(builder.gep(words, [args[1]]))
 
-    return types.int64(types.int64), codegen
+    return types.int64(types.int64, types.int64), codegen
 
 
 def _put_words(builder: Any, values: list[Any]) -> Any:
@@ -144,7 +143,7 @@ def copy_to_device(table, destination, source, nbytes, stream):
 @compiled
 def has_batches(table):
     """Whether the driver takes several copies in one call: NVIDIA's does from CUDA 12.8 on."""
-    return load_at(table + 8 * Call.COPY_BATCH) != 0
+    return _word(table, Call.COPY_BATCH) != 0
 
 
 @compiled
@@ -193,7 +192,7 @@ def launch_all(table, blocks, num_blocks, stream):
     """Launch kernels in order from blocks of LAUNCH_WORDS words; the first status that is not 0, else 0."""
     for k in range(num_blocks):
         block = blocks + 8 * LAUNCH_WORDS * k
-        if _starts_early(block) != 0:
+        if _word(block, LAUNCH_ARGUMENTS) != 0:  # it may start early
             status = _call_launch_early(table, block, stream)
         else:
             status = _call_launch(table, block, stream)
