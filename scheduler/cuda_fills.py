@@ -136,13 +136,20 @@ def _source(geometry, tables, shard):
 
 
 @compiled(counted=False)
+def _copy_of(wire, geometry, tables, shard, slot):
+    """A fill's copy: where to, where from, and bytes."""
+    source, nbytes = _source(geometry, tables, shard)
+    return wire.places[Place.SLOTS] + slot * wire.places[Place.SLOT_NBYTES], source, nbytes
+
+
+@compiled(counted=False)
 def copy_listed(run):
     """Put the copies of the listed shards on the stream of fills, whose slots nobody looks at; the driver's status."""
     wire = run.wire
     for k in range(wire.control[Control.NUM_FILLS]):
-        source, nbytes = _source(run.geometry, run.tables, run.fills.fill_shard[k])
-        slot = wire.places[Place.SLOTS] + run.fills.fill_slot[k] * wire.places[Place.SLOT_NBYTES]
-        status = copy_by_segment(wire, slot, source, nbytes, wire.places[Place.FILL_STREAM])
+        shard, slot = run.fills.fill_shard[k], run.fills.fill_slot[k]
+        target, source, nbytes = _copy_of(wire, run.geometry, run.tables, shard, slot)
+        status = copy_by_segment(wire, target, source, nbytes, wire.places[Place.FILL_STREAM])
         if status != 0:
             return status
     return 0
@@ -225,8 +232,8 @@ def _tend_copies(wire, geometry, tables, shards, slots):
         return False
     wire.control[Control.FILLS_DONE], wire.control[Control.FILL_COUNT] = done + size, begun + 1
     for k in range(size):
-        source, nbytes = _source(geometry, tables, shards[done + k])
-        wire.fill_copies[COPY_TO, k] = wire.places[Place.SLOTS] + slots[done + k] * wire.places[Place.SLOT_NBYTES]
-        wire.fill_copies[COPY_FROM, k], wire.fill_copies[COPY_NBYTES, k] = source, nbytes
+        target, source, nbytes = _copy_of(wire, geometry, tables, shards[done + k], slots[done + k])
+        wire.fill_copies[COPY_TO, k], wire.fill_copies[COPY_FROM, k] = target, source
+        wire.fill_copies[COPY_NBYTES, k] = nbytes
     post_fills(wire, size)
     return True

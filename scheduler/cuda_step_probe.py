@@ -120,25 +120,27 @@ def hit_us(runner: CudaRunner, layer: int, counts: Sequence[int]) -> list[float]
 
 def resident_experts(runner: CudaRunner, layer: int) -> int:
     """Experts of a layer that its slots hold at a time."""
-    state, described = runner.state, runner.store.layers[layer]
-    pool = state.pool_of[layer]
+    return min(runner.store.layers[layer].num_experts, _pool_experts(runner, layer))
+
+
+def _pool_experts(runner: CudaRunner, layer: int) -> int:
+    """Experts, each as large as this layer's, that its pool holds at a time, those of other layers too."""
+    state, pool = runner.state, runner.state.pool_of[layer]
     slots = int(state.first_slot[pool + 1] - state.first_slot[pool])
-    return min(described.num_experts, slots // described.layout.num_shards)
+    return slots // runner.store.layers[layer].layout.num_shards
 
 
 def always_misses(runner: CudaRunner, layers: Sequence[int], count: int) -> bool:
     """Whether steps of these layers in turn, each of the next ``count`` experts, find none of them in slots, though
     what they miss is kept: the next ones are others, and slots hold half of all at most, whatever is evicted first."""
-    state, described = runner.state, runner.store.layers[layers[0]]
-    if 2 * count > described.num_experts:
+    experts = runner.store.layers[layers[0]].num_experts
+    if 2 * count > experts:
         return False
-    pools = [int(state.pool_of[layer]) for layer in layers]
-    for pool in set(pools):
-        slots = int(state.first_slot[pool + 1] - state.first_slot[pool])
-        held = slots // described.layout.num_shards
-        if not count <= held <= pools.count(pool) * described.num_experts // 2:
-            return False
-    return True
+    pools = [int(runner.state.pool_of[layer]) for layer in layers]
+    return all(
+        count <= _pool_experts(runner, layer) <= pools.count(pool) * experts // 2
+        for layer, pool in zip(layers, pools, strict=True)
+    )
 
 
 def layers_like(runner: CudaRunner, layer: int) -> list[int]:

@@ -109,7 +109,8 @@ class Control(IntEnum):
     GIVEN_UP = 36  # thread: the last list that a step does not wait for: no more of its copies are to be issued
     FILL_POSTED = 37  # thread: FILL_COUNT of the last fills that were posted
     FILL_SIZE = 38  # thread: their copies
-    PAUSE_NS = 39  # thread: from FREE_NS to the next step, averaged: after steps without misses, and (40) after others
+    PAUSE_NS = 39  # thread: from FREE_NS to the next step, averaged, after steps without misses
+    PAUSE_AFTER_MISSES_NS = 40  # thread: the same after others, at PAUSE_NS + MISSED
     FREE_NS = 41  # thread: when it had heard of the last step, if that had misses when it had answered
     MISSED = 42  # thread: 1 if that step had misses
     TAPING = 43  # whether events are written down; host: begin, thread: it cannot go on

@@ -19,7 +19,7 @@ from numba import types
 from trilane.cpu_kernels.atomics import futex_wait, futex_wake, load_at, store_at
 from trilane.cpu_kernels.words import set_word, word
 from trilane.gpu_kernels.driver import DriverError, Encoded, launch_words
-from trilane.gpu_kernels.driver_calls import LAUNCH_ARGUMENTS, Call, make_table
+from trilane.gpu_kernels.driver_calls import LAUNCH_ARGUMENTS, STREAM_ORDER, Call, make_table
 from trilane.gpu_kernels.words import HEADER_NBYTES, TYPES
 from trilane.jit import compiled, native
 
@@ -79,7 +79,7 @@ def calls():
 
     @native(types.int32(*[types.int64] * 9))
     def batch(destinations, sources, sizes, count, attributes, firsts, num_attributes, failed, stream):
-        if word(attributes, 0) != 1 or num_attributes != 1 or word(firsts, 0) != 0:
+        if word(attributes, 0) != STREAM_ORDER or num_attributes != 1 or word(firsts, 0) != 0:
             return 1
         for k in range(count - 1, -1, -1):  # in no order that anyone relies on
             _push(stream, COPY, word(destinations, k), word(sources, k), word(sizes, k))
