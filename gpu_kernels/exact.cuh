@@ -2,6 +2,7 @@
 // Compiled without contraction and without flush-to-zero; only the fma that are written are fused.
 #pragma once
 #include "ptx.cuh"
+#include "words.cuh"
 
 #define FULL 0xffffffffu
 constexpr int BLOCK = 256, RECORD = 320, SPREAD_RECORD = 352, BS32 = 256, BS16 = 272, SCALE = 304, BAD = 308;
@@ -64,8 +65,10 @@ template <bool SPREAD> DEV const u8* record_at(const void* row, int block) {
   return (const u8*)row + block * (SPREAD ? SPREAD_RECORD : RECORD);
 }
 
-// One warp turns 256 floats, eight in each lane, into a 320-byte record. Whether one of them was not finite.
-template <bool SPREAD = false> DEV bool write_record(const float v[8], u8* record, int lane) {
+// One warp turns 256 floats, eight in each lane, into a 320-byte record. Whether one of them was not finite. Where `told` is
+// given, each lane leaves there all that the record follows from, in one store: its eight elements, scale and `mark`.
+template <bool SPREAD = false>
+DEV bool write_record(const float v[8], u8* record, int lane, uint4* told = nullptr, u32 mark = 0) {
   u32 largest = 0;
 #pragma unroll
   for (int i = 0; i < 8; i++) largest = max(largest, __float_as_uint(v[i]) & 0x7fffffffu);
@@ -81,6 +84,8 @@ template <bool SPREAD = false> DEV bool write_record(const float v[8], u8* recor
     sum += q;
     packed[i >> 2] |= (u32)(q & 255) << (8 * (i & 3));
   }
+  if (told) store16(told + lane, make_uint4(packed[0], packed[1], bad ? TOLD_BAD : dead ? 0u : __float_as_uint(amax / 127.0f), mark));
+  if (!record) return bad;
   *(uint2*)(record + spread<SPREAD>(8 * lane)) = make_uint2(packed[0], packed[1]);
   sum += __shfl_xor_sync(FULL, sum, 1);
   if ((lane & 1) == 0) ((i16*)(record + spread<SPREAD>(BS16)))[lane >> 1] = (i16)sum;

@@ -10,7 +10,7 @@ extern "C" __global__ void __launch_bounds__(256) prefill_rows(const __grid_cons
   if (threadIdx.x == 0) bad = 0;
   __syncthreads();
   for (int block = warp; block < nb; block += blockDim.x / 32)
-    if (publish_block(layer, step, blockIdx.x, block, lane)) bad = 1;
+    if (publish_block(layer, step, blockIdx.x, block, 0, lane)) bad = 1;
   __syncthreads();
   if (threadIdx.x == 0) step.row_bad[blockIdx.x] = bad;
 }

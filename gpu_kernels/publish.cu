@@ -13,19 +13,22 @@
 // Whether rows go to the host before it is known if it needs them: cheaper than to wait for that.
 DEV bool mails_at_once(const Step& step) { return step.num_rows <= MAILED_ROWS; }
 
-DEV void mail_block(const Step& step, i64 block, const float v[8], int lane) {
-  if (step.mail_records) write_record(v, step.mail_records + block * RECORD, lane);
+// A single row's records are told piece by piece, each with the clock: to close a mailbox takes a way to the host and back.
+DEV void mail_block(const Step& step, i64 block, const float v[8], u32 clock, int lane) {
+  bool tells = step.told && step.num_rows == 1;
+  u8* record = tells ? nullptr : step.mail_records + block * RECORD;
+  if (step.mail_records) write_record(v, record, lane, tells ? step.told + 32 * block : nullptr, clock);
   if (step.mail_floats) store8(step.mail_floats + block * BLOCK + 8 * lane, v);
 }
 
 // Records of one block of a row, by one warp; whether an element is not finite.
-DEV bool publish_block(const Layer& layer, const Step& step, int row, int block, int lane) {
+DEV bool publish_block(const Layer& layer, const Step& step, int row, int block, u32 clock, int lane) {
   int nb = (layer.hidden + BLOCK - 1) / BLOCK;
   float v[8];
   load8(step, (const u8*)step.x + row * step.x_stride, block * BLOCK + 8 * lane, layer.hidden, v);
   if (step.floats) store8(step.floats + ((i64)row * nb + block) * BLOCK + 8 * lane, v);
   if (step.records) write_record(v, step.records + ((i64)row * nb + block) * RECORD, lane);
-  if (mails_at_once(step)) mail_block(step, (i64)row * nb + block, v, lane);
+  if (mails_at_once(step)) mail_block(step, (i64)row * nb + block, v, clock, lane);
   return not_finite(v);
 }
 
@@ -302,7 +305,7 @@ extern "C" __global__ void __launch_bounds__(512) publish(const __grid_constant_
   } else {
     int helpers = first ? num_warps - 1 : num_warps, nb = (layer.hidden + BLOCK - 1) / BLOCK;
     for (int block = first ? warp - 1 : warp; block < nb; block += helpers)
-      if (publish_block(layer, step, row, block, lane)) bad = 1;
+      if (publish_block(layer, step, row, block, clock, lane)) bad = 1;
   }
   __syncthreads();
   if (threadIdx.x == 0) step.row_bad[row] = bad;

@@ -78,7 +78,7 @@ _STRUCTS: Mapping[str, tuple[tuple[str, str], ...]] = {
         ("State*", "state"), ("int*", "table"), ("const Updates*", "pending"), ("u32*", "acknowledged"),
         ("Mailbox*", "mail"), ("int*", "mail_groups"), ("u64*", "mail_missing"), ("int*", "mail_tokens"),
         ("float*", "mail_weights"), ("u8*", "mail_records"), ("float*", "mail_floats"), ("int*", "mail_bad"),
-        ("uint4*", "brief"), ("uint4*", "uses"),
+        ("uint4*", "brief"), ("uint4*", "told"), ("uint4*", "uses"),
         ("const u32*", "cpu_flag"), ("const u32*", "abort"), ("u32*", "error"), ("int", "x_element"),
         ("int", "id_nbytes"), ("int", "out_element"), ("int", "num_rows"), ("int", "top_k"), ("int", "weight_element"),
     ),
@@ -106,6 +106,8 @@ ITEM_NBYTES, UPDATE_NBYTES = TYPES["Item"].itemsize, TYPES["Update"].itemsize
 HEADER_NBYTES = TYPES["WorkList"].itemsize
 USES_NBYTES = 4 * USE_WORDS * NUM_USES
 BRIEF_NBYTES = 16 * (1 + 32)  # of a single row: a header, and sixteen bytes for each expert
+TOLD_NBYTES = 16 * 32  # of a block of a single row's records: sixteen bytes for each eight elements
+TOLD_BAD = 0xFFFFFFFF  # in place of the scale: an element is not finite
 
 
 def _c_field(declared: str, name: str) -> str:
@@ -118,6 +120,7 @@ def c_header() -> str:
     lines = ["#pragma once"]
     for name in ("UP_CHUNK", "CHUNKS", "DOWN_CHUNK", "ROW_TILE", "MAILED_ROWS", "NUM_USES", "USE_WORDS", "USE_IDS"):
         lines.append(f"constexpr int {name} = {globals()[name]};")
+    lines.append(f"constexpr u32 TOLD_BAD = {TOLD_BAD}u;")
     lines.append("enum ErrorWord { " + ", ".join(f"ERROR_{name.upper()}" for name in ERRORS) + " };")
     for name, fields in _STRUCTS.items():
         body = " ".join(_c_field(declared, field) for declared, field in fields)

@@ -21,7 +21,7 @@ from trilane.cpu_kernels.jobs import ENDED, TIMED_OUT, job_error, post_job, wait
 from trilane.cpu_kernels.words import TeamJob, copy_bytes, word
 from trilane.cuda_copier import await_issue, post_copies, thaw, watch_landing
 from trilane.cuda_fills import begin_background, fill_ns, tend_fills
-from trilane.cuda_mail import await_rows, take_mail, take_use
+from trilane.cuda_mail import await_rows, take_mail, take_told, take_use
 from trilane.cuda_plan import NUM_COPIES, NUM_CPU, lay_out_cpu, lay_out_plan, release_plan
 from trilane.cuda_tape import tape_plan, tape_touch, tape_use
 from trilane.cuda_words import END, Control, Failure, Fault, Marks, Place, control_word, fail, u32_at
@@ -133,12 +133,11 @@ def _post_team(wire, tables, ws, grouping, layer, num_experts):
     """Start the CPU lane on its shards; its ticket, 0 without any."""
     team = ws.team_job
     team[:] = 0
-    if wire.counts[NUM_CPU] == 0 or not await_rows(wire):
+    if wire.counts[NUM_CPU] == 0 or not _take_records(wire, tables, ws, layer):
         return 0
     positions = 0
     for i in range(num_experts):
         positions += grouping.rows[i]
-    _take_records(wire, tables, ws, layer)
     strides = wire.places[Place.INT8_STRIDE], wire.places[Place.FLOATS_STRIDE]
     point_rows(tables, ws, grouping, layer, positions, strides[0], strides[1])
     team[TeamJob.LAYER] = tables.layer_address[layer]
@@ -152,12 +151,21 @@ def _post_team(wire, tables, ws, grouping, layer, num_experts):
 
 @compiled(counted=False)
 def _take_records(wire, tables, ws, layer):
-    """Copy the rows' records to plain memory: each worker reads them again for every row of weights."""
-    rows, int8 = wire.control[Control.NUM_ROWS], tables.gate_int8[layer] + tables.up_int8[layer]
-    if int8 > 0:
+    """Copy the rows' records to plain memory: each worker reads them again for every row of weights.
+
+    Those of a single row do not wait for the mailbox. False if nothing will run any more.
+    """
+    rows, int8 = wire.control[Control.NUM_ROWS], tables.gate_int8[layer] + tables.up_int8[layer] > 0
+    floats = tables.up_int8[layer] == 0 or tables.gate_int8[layer] == 0
+    if (rows > 1 or floats) and not await_rows(wire):
+        return False
+    if int8 and rows == 1 and not take_told(wire, ws.address[Part.INT8], tables.hidden):
+        return False
+    if int8 and rows > 1:
         copy_bytes(ws.address[Part.INT8], wire.places[Place.MAIL_RECORDS], rows * wire.places[Place.INT8_STRIDE])
-    if tables.up_int8[layer] == 0 or tables.gate_int8[layer] == 0:
+    if floats:
         copy_bytes(ws.address[Part.FLOATS], wire.places[Place.MAIL_FLOATS], rows * wire.places[Place.FLOATS_STRIDE])
+    return True
 
 
 @compiled(counted=False)

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import numpy as np
+
+from trilane.cpu_kernels.activation import BS16, BS32, RECORD_NBYTES, D
 from trilane.cpu_kernels.atomics import fence, load_at, pause
-from trilane.cpu_kernels.words import load_i32, word
+from trilane.cpu_kernels.formats import BLOCK
+from trilane.cpu_kernels.words import load_i32, set_word, word
 from trilane.cuda_words import (
     BEGIN,
     CLOCK,
@@ -17,10 +21,12 @@ from trilane.cuda_words import (
     control_word,
     u32_at,
 )
-from trilane.gpu_kernels.words import NUM_USES, USE_IDS, USE_WORDS
+from trilane.gpu_kernels.words import NUM_USES, TOLD_BAD, USE_IDS, USE_WORDS
 from trilane.jit import compiled
 
 LOW = 0xFFFFFFFF
+SIGNS = np.int64(-0x7F7F7F7F7F7F7F80)  # the highest bit of each byte
+EVEN_BYTES, ONES = np.int64(0x00FF00FF00FF00FF), np.int64(0x0001000100010001)
 USE_NBYTES = 4 * USE_WORDS
 LATER = 1 << 31
 
@@ -129,6 +135,52 @@ def await_rows(wire):
             return False
         pause()
     return True
+
+
+@compiled(counted=False)
+def take_told(wire, record, hidden):
+    """A single row's records, from what is told of each eight elements: these, the block's scale, and the step's clock.
+
+    Their sums are made here. False if nothing will run any more.
+    """
+    told, clock = wire.places[Place.TOLD], wire.control[Control.CLOCK] & LOW
+    for _ in range(-(-hidden // BLOCK)):
+        sums16, sums32, four = np.int64(0), np.int64(0), np.int64(0)
+        for pair in range(16):
+            two = np.int64(0)
+            for lane in range(2 * pair, 2 * pair + 2):
+                while _high(load_at(told + 8)) != clock:
+                    if control_word(wire.places[Place.CONTROL], Control.STOP) != 0:
+                        return False
+                    pause()
+                elements = load_at(told)  # after the clock: both came in one store
+                set_word(record, lane, elements)
+                two += sum_of_bytes(elements)
+                told += 16
+            four += two
+            sums16 |= (two & 0xFFFF) << 16 * (pair % 4)
+            if pair % 2 == 1:
+                sums32 |= (four & 0xFFFF) << 16 * (pair // 2 % 4)
+                four = np.int64(0)
+            if pair % 4 == 3:
+                set_word(record + BS16, pair // 4, sums16)
+                sums16 = np.int64(0)
+            if pair % 8 == 7:
+                set_word(record + BS32, pair // 8, sums32)
+                sums32 = np.int64(0)
+        scale = load_at(told - 8) & LOW
+        set_word(record + D, 0, np.int64(1) << 32 if scale == TOLD_BAD else scale)
+        set_word(record + D, 1, 0)
+        record += RECORD_NBYTES
+    return True
+
+
+@compiled
+def sum_of_bytes(word):
+    """The sum of a word's eight signed bytes."""
+    shifted = word ^ SIGNS  # each byte and 128 more
+    pairs = (shifted & EVEN_BYTES) + ((shifted >> 8) & EVEN_BYTES)
+    return (((pairs * ONES) >> 48) & 0xFFFF) - 8 * 128
 
 
 @compiled(counted=False)

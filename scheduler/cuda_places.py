@@ -13,7 +13,7 @@ from trilane.gpu_kernels.cuda_device import CudaDevice
 BUFFERS = (
     Place.MAIL, Place.MAIL_GROUPS, Place.MAIL_MISSING, Place.MAIL_TOKENS, Place.STAMPS, Place.ACKNOWLEDGED,
     Place.PLAN_LIST, Place.UPDATES, Place.PENDING, Place.CPU_FLAG, Place.ABORT, Place.COPY_FLAGS, Place.COPIED,
-    Place.FILL_FLAG, Place.MAIL_RECORDS, Place.MAIL_FLOATS, Place.BRIEF, Place.USES,
+    Place.FILL_FLAG, Place.MAIL_RECORDS, Place.MAIL_FLOATS, Place.BRIEF, Place.USES, Place.TOLD,
 )  # fmt: skip
 
 

@@ -63,7 +63,8 @@ class Place(IntEnum):
     RESCUE = 30  # mapped: the sequence of a step whose copies will not come in time
     BRIEF = 31  # mapped: a single row's missing shards, before its mailbox is closed
     USES = 32  # mapped: what the last steps without misses used
-    SIZE = 33
+    TOLD = 33  # mapped: a single row's records, before its mailbox is closed
+    SIZE = 34
 
 
 class Control(IntEnum):
