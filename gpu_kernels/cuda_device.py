@@ -84,7 +84,7 @@ def _mapped_sizes(s: DeviceShape) -> dict[str, int]:
         "mail_tokens": 4 * s.max_positions, "mail_weights": 4 * s.max_positions,
         "mail_records": s.max_rows * blocks * words.RECORD_NBYTES,
         "mail_floats": s.max_rows * blocks * words.F32_BLOCK_NBYTES, "mail_bad": 4 * s.max_rows,
-        "brief": words.BRIEF_NBYTES, "uses": words.USES_NBYTES,
+        "brief": words.BRIEF_NBYTES, "told": blocks * words.TOLD_NBYTES, "uses": words.USES_NBYTES,
         "cpu_parts": 4 * s.hidden * items, "host_x": 4 * s.hidden * s.max_rows, "host_out": 4 * s.hidden * s.max_rows,
         "host_ids": 8 * s.max_positions, "host_weights": 4 * s.max_positions,
     }  # fmt: skip
