@@ -276,9 +276,10 @@ class CudaDevice:
             words.progress_words(self.address[f"{name}_progress"], self.shape.max_items) for name in ("hits", "plan")
         ]
         lists = self.address["plan_list"], self.address["updates"]
+        most = launch.whole_nbytes(self.driver.multiprocessor_shared_nbytes)
         launches = [
             launch.publish_launch(layer_words, step),
-            launch.hit_launch(where.layout, layer_words, step, progress[0], items),
+            launch.hit_launch(where.layout, layer_words, step, progress[0], items, most_shared=most),
             launch.plan_launch(where.layout, layer_words, step, progress[1], items, *lists, wait=True),
             launch.combine_launch(layer_words, step, *progress),
         ]

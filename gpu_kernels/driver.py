@@ -21,7 +21,7 @@ PORTABLE, MAPPED = 1, 2  # of pinned memory
 NON_BLOCKING = 1  # of streams: never waits for the legacy stream
 WITHOUT_TIMING = 2  # of events
 NOT_READY = 600
-COMPUTE_MAJOR, COMPUTE_MINOR = 75, 76  # device attributes
+COMPUTE_MAJOR, COMPUTE_MINOR, MULTIPROCESSOR_SHARED = 75, 76, 81  # device attributes
 MAX_DYNAMIC_SHARED, SHARED_CARVEOUT = 8, 9  # function attributes
 CAPTURE_RELAXED = 2
 DEFAULT_SHARED_NBYTES = 48 << 10
@@ -72,6 +72,7 @@ class Driver(Protocol):
 
     table: np.ndarray  # int64, by Call: functions for compiled code
     context: int
+    multiprocessor_shared_nbytes: int  # shared memory of a multiprocessor
 
     def make_current(self) -> None: ...
     def describe(self) -> str: ...
@@ -143,6 +144,7 @@ class CudaDriver:
         if hasattr(self._library, "cuMemcpyBatchAsync"):
             self.table[Call.COPY_BATCH] = self._address("cuMemcpyBatchAsync")
         self.starts_early = self.architecture >= EARLY_START_ARCHITECTURE
+        self.multiprocessor_shared_nbytes = self._attribute(MULTIPROCESSOR_SHARED)
         self._modules: list[int] = []
         self._functions: dict[tuple[int, str], int] = {}
 

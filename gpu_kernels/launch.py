@@ -19,7 +19,9 @@ from trilane.gpu_kernels.words import CHUNKS, F32_BLOCK_NBYTES, SPREAD_RECORD_NB
 PUBLISH_THREADS = 512
 EXPERTS_THREADS = COMBINE_THREADS = 256
 STAGE_NBYTES = 38 << 10  # dynamic shared memory that every GPU has beside the kernels' own
-WHOLE_NBYTES = 58 << 10  # of the 64 KiB that the smallest GPU gives a block that asks for it
+WHOLE_NBYTES = 58 << 10  # for all of a block's work, of the 64 KiB that the smallest GPU gives who asks for it
+WHOLE_BLOCKS = 3  # on a multiprocessor, beside each other: as many as registers leave room for
+OWN_NBYTES = 5 << 10  # of a block beside its dynamic shared memory: the kernel's own, and what the GPU keeps
 PLAN_ITEMS = 16  # of a single row's plan that are worked on at a time: without misses their blocks start for nothing
 GROUPING_NBYTES = 28  # of each expert, in publish
 
@@ -91,10 +93,18 @@ def _row_nbytes(layout: ExpertLayout) -> int:
     return 0 if len(kinds) > 1 else blocks * (SPREAD_RECORD_NBYTES if kinds == {"int8"} else F32_BLOCK_NBYTES)
 
 
-def tiles_of(layout: ExpertLayout) -> Tiles:
-    """All at once within WHOLE_NBYTES, else the largest tiles within STAGE_NBYTES, and at least two neurons."""
+def whole_nbytes(multiprocessor_nbytes: int) -> int:
+    """Shared memory that a block of hits may take for all of its work, on GPUs with so much on a multiprocessor.
+
+    Not one of a plan: rows of 2,560 in Q4_K, which need 71 KiB, were read in place at 40 GB/s so, and at 50 by tiles.
+    """
+    return max(WHOLE_NBYTES, multiprocessor_nbytes // WHOLE_BLOCKS - OWN_NBYTES)
+
+
+def tiles_of(layout: ExpertLayout, most: int = WHOLE_NBYTES) -> Tiles:
+    """All at once within ``most`` bytes, else the largest tiles within STAGE_NBYTES, and at least two neurons."""
     whole = _up_nbytes(layout, UP_CHUNK) + _down_nbytes(layout, _share(layout)) + _row_nbytes(layout)
-    if whole <= WHOLE_NBYTES:
+    if whole <= most:
         return Tiles(True, UP_CHUNK, _share(layout), whole)
     up = next((n for n in (16, 8, 4) if _up_nbytes(layout, n) <= STAGE_NBYTES), 2)
     down = next((n for n in (128, 96, 64) if _down_nbytes(layout, n) <= STAGE_NBYTES), 32)
@@ -114,15 +124,31 @@ def publish_launch(layer: Struct, step: Struct) -> Launch:
 
 
 def _experts_launch(
-    kernel: str, layout: ExpertLayout, structs: tuple[Struct, Struct, Struct], blocks: int, more: tuple[Any, ...]
+    kernel: str,
+    layout: ExpertLayout,
+    structs: tuple[Struct, Struct, Struct],
+    blocks: int,
+    more: tuple[Any, ...],
+    most: int,
 ) -> Launch:
-    tiles = tiles_of(layout)
+    tiles = tiles_of(layout, most)
     return Launch(kernel, (blocks, 1), EXPERTS_THREADS, tiles.shared_nbytes, (*structs, _tile_words(tiles), *more))
 
 
-def hit_launch(layout: ExpertLayout, layer: Struct, step: Struct, progress: Struct, max_items: int) -> Launch:
-    """Blocks for up to ``max_items`` hits; what the list lacks returns at once."""
-    return _experts_launch("experts_hit", layout, (layer, step, progress), max_items * CHUNKS, ())
+def hit_launch(
+    layout: ExpertLayout,
+    layer: Struct,
+    step: Struct,
+    progress: Struct,
+    max_items: int,
+    *,
+    most_shared: int = WHOLE_NBYTES,
+) -> Launch:
+    """Blocks for up to ``max_items`` hits; what the list lacks returns at once.
+
+    ``most_shared``: bytes of shared memory that a block may take to have all of its work there (`whole_nbytes`).
+    """
+    return _experts_launch("experts_hit", layout, (layer, step, progress), max_items * CHUNKS, (), most_shared)
 
 
 def plan_launch(
@@ -141,7 +167,7 @@ def plan_launch(
     """
     more = (np.uint64(items), np.uint64(updates), np.int32(max_items), np.int32(wait))
     at_once = min(max_items, PLAN_ITEMS) if int(step["num_rows"]) == 1 else max_items
-    return _experts_launch("experts_plan", layout, (layer, step, progress), at_once * CHUNKS + 1, more)
+    return _experts_launch("experts_plan", layout, (layer, step, progress), at_once * CHUNKS + 1, more, WHOLE_NBYTES)
 
 
 def combine_launch(layer: Struct, step: Struct, hits: Struct, plan: Struct) -> Launch:

@@ -91,6 +91,8 @@ def aligned(nbytes, fill):
 class Shim:
     """The processor: device and mapped memory are the same."""
 
+    multiprocessor_shared_nbytes = 228 << 10
+
     def __init__(self, variant):
         self.library = shim_library(variant)
 
@@ -148,6 +150,8 @@ class Gpu:
         self.cupy = cupy
         self.kernels = Kernels(variant)
         self.stream = cupy.cuda.Stream(non_blocking=True)
+        attributes = cupy.cuda.Device().attributes
+        self.multiprocessor_shared_nbytes = int(attributes["MaxSharedMemoryPerMultiprocessor"])
         self.kept = []
 
     def device(self, nbytes, fill=POISON):

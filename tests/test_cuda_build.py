@@ -109,6 +109,12 @@ def test_tiles_fit_and_divide_their_chunk(formats, hidden):
     assert tiles.shared_nbytes % 16 == 0 and variant_of(layout).down in FORMATS
 
 
+@pytest.mark.parametrize(("multiprocessor", "whole"), [(64, 58), (100, 58), (164, 58), (228, 71)])
+def test_a_block_takes_what_leaves_room_for_as_many_as_run_beside_each_other(multiprocessor, whole):
+    """KiB, of compute capability 7.5, 8.6 and 8.9, 8.0, and 9.0 and 10.0."""
+    assert launch.whole_nbytes(multiprocessor << 10) == whole << 10
+
+
 def test_a_launch_is_data():
     layout = make_store("q4_k", "silu_glu", 2048, 768, experts=1).layers[0].layout
     layer = words.layer_words(layout, layer=0, num_experts=128, gate_kind=0)

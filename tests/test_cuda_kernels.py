@@ -125,6 +125,17 @@ def test_rows_too_long_for_shared_memory_go_through_in_tiles(backend_of):
     device.run(random_step(rng, 1, 2, 2, 2400, skips=False), np.full((2, 1), FILL), rng)
 
 
+@pytest.mark.parametrize(("fmt", "rows"), [("q4_k", 1), ("mxfp4", 1), ("q4_k", 3)])
+def test_rows_of_more_than_eight_blocks_are_in_shared_memory_whole_where_there_is_enough(backend_of, fmt, rows):
+    store = make_store(fmt, "silu_glu", *((2560, 512) if fmt == "q4_k" else (2336, 288)), experts=2)
+    layout = store.layers[0].layout
+    assert launches.tiles_of(layout, launches.whole_nbytes(228 << 10)).whole and not launches.tiles_of(layout).whole
+    rng = np.random.default_rng(rows)
+    device = on_device(backend_of, store, rows, top_k=2)
+    for lanes in (np.full((2, device.shards), HIT), random_lanes(rng, 2, device.shards)):
+        device.run(random_step(rng, rows, 2, 2, layout.hidden, skips=False), lanes, rng)
+
+
 def test_biases_are_read_on_every_lane(backend_of):
     rng = np.random.default_rng(8)
     store = make_store("mxfp4", "swiglu_oai", 96, 288)
