@@ -23,7 +23,7 @@ from trilane.plan import make_options
 from trilane.stats import Total
 
 BESIDE_S = 0.03  # of steps beside other lanes
-ROUNDS = 3  # of steps alone and beside copies, of which the middle one counts
+ROUNDS = 5  # of copies and steps alone and beside each other, of which the middle figures count
 AHEAD = 2.0  # times as much work as the others do in that time alone
 COPIES = 8  # of a part
 MOST_PARTS = 400
@@ -175,22 +175,25 @@ def measure_beside(
 ) -> dict[str, Any]:
     """The CPU lane beside copies, as fields of the profile: what both read of host memory, and what each loses.
 
-    Others on the machine who come in between alone and beside make a loss of their own, so it is measured in rounds.
+    Others on the machine who come in between alone and beside make a loss of their own, so both are measured in rounds.
     """
     if not copies.most:
         return {}
-    alone, rounds = copies.rate(copies.most), list[Together]()
+    rounds = list[dict[str, float]]()
     with _cpu_steps(runner, layers, count, nbytes) as steps:
         for _ in range(ROUNDS):
             if rounds:
                 steps.run_alone()
+            alone = copies.rate(copies.most)
             with contextlib.closing(_copies_ahead(copies, alone)) as ahead:
-                rounds.append(steps.run(ahead))
-    found = sorted(rounds, key=lambda one: one.lost)[len(rounds) // 2]
-    copied = 1e-9 * COPIES * copies.most * found.parts_s[0]
-    beside = max(0.0, copied - alone * (1 - found.busy)) / found.busy  # while the lane worked; else they ran alone
-    both = beside + found.cpu_gb_s / found.busy
-    return {"both_gb_s": both, "link_slowdown": _part(1 - beside / alone), "cpu_slowdown": found.lost}
+                found = steps.run(ahead)
+            copied = 1e-9 * COPIES * copies.most * found.parts_s[0]
+            beside = (
+                max(0.0, copied - alone * (1 - found.busy)) / found.busy
+            )  # while the lane worked; else they ran alone
+            both, link = beside + found.cpu_gb_s / found.busy, _part(1 - beside / alone)
+            rounds.append({"both_gb_s": both, "link_slowdown": link, "cpu_slowdown": found.lost})
+    return {name: float(np.median([one[name] for one in rounds])) for name in rounds[0]}
 
 
 def measure_together(

@@ -37,6 +37,8 @@ class StepGraph:
     runner : CudaRunner
     steps : sequence of GraphStep
         All with as many rows; they share the hidden states.
+    pause : Encoded, optional
+        What the GPU does before each step.
 
     Attributes
     ----------
@@ -46,7 +48,7 @@ class StepGraph:
     weights : list of float32 (rows, top_k)
     """
 
-    def __init__(self, runner: CudaRunner, steps: Sequence[GraphStep]) -> None:
+    def __init__(self, runner: CudaRunner, steps: Sequence[GraphStep], pause: Encoded | None = None) -> None:
         self.runner, self.steps, rows, hidden = runner, tuple(steps), steps[0].rows, runner.store.hidden
         assert all(step.rows == rows for step in steps)
         shapes: list[tuple[Any, tuple[int, int]]] = [(np.float32, (rows, hidden))]
@@ -65,7 +67,8 @@ class StepGraph:
         with device_errors():
             self._device = runner.driver.allocate(self._nbytes + len(steps) * self._out_nbytes)
             encoded = [self._encode(k, *starts[1 + 2 * k :][:2]) for k in range(len(steps))]
-            self._encoded = Encoded.joined(encoded)
+            parts = [part for step in encoded for part in ([pause, step] if pause else [step])]
+            self._encoded = Encoded.joined(parts)
             self._graph = runner.driver.make_graph(self._encoded)
 
     def _encode(self, k: int, ids: int, weights: int) -> Encoded:

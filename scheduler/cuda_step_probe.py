@@ -15,6 +15,8 @@ import numpy as np
 
 from trilane.cuda_runner import CudaRunner
 from trilane.cuda_step_graph import GraphStep, StepGraph
+from trilane.gpu_kernels.driver import Encoded
+from trilane.gpu_pause import make_pause
 from trilane.layer_rates import layer_formats
 from trilane.plan import Options, make_options
 
@@ -22,6 +24,7 @@ STEPS = 16  # of a graph; 1 where one of them takes longer than SLOW_US
 SLOW_US = 5e3
 SAMPLES = 7
 ENOUGH_S = 0.03  # of samples of one kind
+PAUSE_US = 50.0  # before a step with misses
 
 
 @contextlib.contextmanager
@@ -41,20 +44,44 @@ class StepProbe:
     ----------
     layers : sequence of int
         Of as many experts each, in the same formats.
+    pause : Encoded, optional
+        What the GPU does before each step. In a model it runs the rest of that meanwhile, so what answers a miss begins
+        colder than in steps that follow each other at once. Its time does not count.
     """
 
-    def __init__(self, runner: CudaRunner, layers: Sequence[int], num_experts: int, rows: int = 1) -> None:
+    def __init__(
+        self,
+        runner: CudaRunner,
+        layers: Sequence[int],
+        num_experts: int,
+        rows: int = 1,
+        pause: Encoded | None = None,
+    ) -> None:
         self.runner, self.layers, self.num_experts, self._next = runner, list(layers), num_experts, 0
-        self.rows = rows
+        self.rows, self.pause_us = rows, 0.0
         self.graph = self._make_graph(1)
         self.route(runner.store.layers[layers[0]].num_experts)
         if self.graph.run() < SLOW_US:
             self.graph.close()
             self.graph = self._make_graph(STEPS)
+            if pause is not None:
+                self._add_pauses(pause)
 
-    def _make_graph(self, steps: int) -> StepGraph:
+    def _add_pauses(self, pause: Encoded) -> None:
+        """Pause before each step from now on; how long is told by steps that name no expert, with and without."""
+        before = self._empty_us()
+        self.graph.close()
+        self.graph = self._make_graph(STEPS, pause)
+        self.pause_us = self._empty_us() - before
+
+    def _empty_us(self) -> float:
+        for ids in self.graph.ids:
+            ids[:] = -1
+        return float(np.median([self.graph.run() for _ in range(SAMPLES)]))
+
+    def _make_graph(self, steps: int, pause: Encoded | None = None) -> StepGraph:
         layers = [self.layers[k % len(self.layers)] for k in range(steps)]
-        graph = StepGraph(self.runner, [GraphStep(layer, self.rows, self.num_experts) for layer in layers])
+        graph = StepGraph(self.runner, [GraphStep(layer, self.rows, self.num_experts) for layer in layers], pause)
         graph.hidden[:] = np.linspace(-1, 1, self.runner.store.hidden)
         return graph
 
@@ -77,7 +104,7 @@ class StepProbe:
         while len(times) <= SAMPLES and (not times or time.perf_counter() - begin < ENOUGH_S):
             self.route(experts)
             times.append(self.graph.run())
-        return float(np.median(times[min(1, len(times) - 1) :]))
+        return float(np.median(times[min(1, len(times) - 1) :])) - self.pause_us
 
     def close(self) -> None:
         self.graph.close()
@@ -91,36 +118,52 @@ def lane_us(
     With ``fills`` what is missed is kept, and replaces what is there; then only counts up to the first of which some
     would be found in slots again.
     """
-    found = []
+    found, pause = [], make_pause(runner.driver, runner.device.work_stream, PAUSE_US)
     for count in counts:
         runner.reset()
         options = make_options(force=lane, fills=fills)
-        with planned_with(runner, options), contextlib.closing(StepProbe(runner, layers, count)) as probe:
+        with planned_with(runner, options), contextlib.closing(StepProbe(runner, layers, count, pause=pause)) as probe:
             if fills and not always_misses(runner, probe.turn, count):
                 break
             found.append(probe.us(runner.store.layers[layers[0]].num_experts))
     return found
 
 
-def hit_us(runner: CudaRunner, layer: int, counts: Sequence[int]) -> list[float]:
-    """us of steps with so many resident experts; of counts for which there are slots."""
+def hit_us(runner: CudaRunner, layers: Sequence[int], counts: Sequence[int]) -> list[float]:
+    """us of steps with so many resident experts; of counts for which there are slots.
+
+    Of as many of the layers in turn as there are slots for: the experts of one may all be in the GPU's cache.
+    """
     found: list[float] = []
-    resident = resident_experts(runner, layer)
+    layers = layers_with_room(runner, layers, counts[-1])
+    resident = resident_experts(runner, layers)
     for count in counts:
         if count > resident:
             break
         options = make_options(force="zero_copy")
-        with planned_with(runner, options), contextlib.closing(StepProbe(runner, [layer], count)) as probe:
-            for _ in range(2 + resident // (len(probe.graph.steps) * count)):  # what was read in place stays
-                probe.route(resident)
+        with planned_with(runner, options), contextlib.closing(StepProbe(runner, layers, count)) as probe:
+            for _ in range(2 + resident * len(probe.turn) // (len(probe.graph.steps) * count)):
+                probe.route(resident)  # what was read in place stays
                 probe.graph.run()
             found.append(probe.us(resident))
     return found
 
 
-def resident_experts(runner: CudaRunner, layer: int) -> int:
-    """Experts of a layer that its slots hold at a time."""
-    return min(runner.store.layers[layer].num_experts, _pool_experts(runner, layer))
+def layers_with_room(runner: CudaRunner, layers: Sequence[int], most: int) -> Sequence[int]:
+    """The first of the layers, as many as have slots for ``most`` experts each; one at least."""
+    count = min(STEPS, len(layers))
+    while count > 1 and resident_experts(runner, layers[:count]) < most:
+        count //= 2
+    return layers[:count]
+
+
+def resident_experts(runner: CudaRunner, layers: Sequence[int]) -> int:
+    """Experts of each of these layers that slots hold at a time, all layers at once."""
+    pools = [int(runner.state.pool_of[layer]) for layer in layers]
+    return min(
+        min(runner.store.layers[layer].num_experts, _pool_experts(runner, layer) // pools.count(pool))
+        for layer, pool in zip(layers, pools, strict=True)
+    )
 
 
 def _pool_experts(runner: CudaRunner, layer: int) -> int:

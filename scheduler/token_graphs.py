@@ -14,13 +14,11 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from trilane.gpu_kernels.build import PAUSE
 from trilane.gpu_kernels.driver import Encoded, put_graph
 from trilane.gpu_kernels.events import Events, events_of
-from trilane.gpu_kernels.launch import Launch
+from trilane.gpu_pause import make_pause
 from trilane.host_runner import StepInput
 
-PAUSE_CYCLES = 1_000_000  # by which the clock of the multiprocessors is known
 AHEAD = 4  # graphs, and so tokens that are launched at most before the first of them is over
 
 
@@ -69,7 +67,7 @@ class TokenGraphs:
         self.driver.synchronize()  # they are zeroed on another stream
         self._put(self._blocks[0], np.asarray(x, np.float32))
         self._put(self._blocks[1], np.full(top_k, 1 / top_k, np.float32))
-        self._pause = self._make_pause(gap_us) if gap_us else None
+        self._pause = make_pause(self.driver, self.stream, gap_us) if gap_us else None
         self._encoded = [self._encode(turn) for turn in range(ahead)]
         self._graphs = [self.driver.make_graph(encoded) for encoded in self._encoded]
 
@@ -83,30 +81,6 @@ class TokenGraphs:
             parts += [self._pause] if self._pause else []
             parts.append(self.runner.launches.encode(step, where, 4, weights))
         return Encoded.joined(parts)
-
-    def _make_pause(self, us: float) -> Encoded:
-        """A pause of about so many us."""
-        kernels = self.driver.load_kernels(PAUSE)
-
-        def pause_of(cycles: float) -> Encoded:
-            launch = Launch("pause_cycles", (1, 1), 1, 0, (np.int64(cycles),))
-            return self.driver.encode(kernels, [launch], early=False)
-
-        return pause_of(us * PAUSE_CYCLES / self._time(pause_of(PAUSE_CYCLES)))
-
-    def _time(self, encoded: Encoded) -> float:
-        """us of some launches in a graph."""
-        graph, events = self.driver.make_graph(encoded), events_of(self.driver)
-        times = []
-        for _ in range(3):
-            first = events.record(self.stream)
-            put_graph(self.driver, graph, self.stream, "a pause")
-            last = events.record(self.stream)
-            events.wait(last)
-            times.append(events.us(first, last))
-        events.close()
-        self.driver.destroy_graph(graph)
-        return float(np.median(times))
 
     def _put(self, address: int, array: NDArray[Any]) -> None:
         """Copy to the device and wait for this copy."""

@@ -29,6 +29,7 @@ from trilane import (
     cuda_errors,
     cuda_probe,
     cuda_step_probe,
+    gpu_pause,
 )
 from trilane.calibrate import this_machine
 from trilane.cli import app
@@ -36,6 +37,7 @@ from trilane.cuda_calibrate import calibrate_gpu
 from trilane.gpu_kernels import pinned_reader
 from trilane.gpu_kernels.cuda_device import array_at
 from trilane.gpu_kernels.driver import DriverError, DriverMissing
+from trilane.gpu_pause import make_pause
 from trilane.profile import COPY_CURVES, FIXED_COSTS, Curve, load_profile
 from trilane.profile_cache import find_profile, profile_path, save_profile
 from trilane.random_store import StepShape
@@ -308,14 +310,61 @@ def test_streamed_steps_find_nothing_in_slots(played, monkeypatch, pool, fractio
         assert hits == [0] * wanted
 
 
+@pytest.mark.parametrize(
+    "pool, fraction, most, layers, counts", [("layer", 0.5, 2, 4, 2), ("layer", 0.5, 4, 1, 1), ("shared", 0.5, 4, 2, 2)]
+)
+def test_hits_are_measured_on_as_many_layers_as_have_slots(played, monkeypatch, pool, fraction, most, layers, counts):
+    """Four layers of four experts: half of each layer's own, or four of two layers."""
+    monkeypatch.setattr(cuda_step_probe, "STEPS", 4)
+    monkeypatch.setattr(cuda_step_probe, "SLOW_US", 1e9)
+    store = random_store(layers=4, experts=4, formats="q8_0", hidden=256, intermediate=256)
+    with open_gpu_scheduler(store, cache={"fraction": fraction, "pool": pool}) as scheduler:
+        runner = scheduler._runner
+        assert len(cuda_step_probe.layers_with_room(runner, range(4), most)) == layers
+        us, missed = cuda_step_probe.StepProbe.us, []
+
+        def counted(probe, experts):
+            assert len(set(probe.turn)) == layers
+            with scheduler.request() as request:
+                times = us(probe, experts)
+            missed.append(sum(request.stats.lanes[lane].shards for lane in ("stream", "zero_copy", "cpu")))
+            return times
+
+        monkeypatch.setattr(cuda_step_probe.StepProbe, "us", counted)
+        assert len(cuda_step_probe.hit_us(runner, range(4), (1, most))) == counts
+        assert missed == [0] * counts
+
+
 def test_what_the_lanes_lose_beside_each_other_is_the_middle_of_some_rounds(played, monkeypatch):
-    lost = iter((0.58, 0.12, 0.16))
-    together = cuda_beside.Together(cpu_gb_s=10.0, busy=1.0, lost=0.0, parts_s=[1.0])
+    """Each loss by itself: the round in which the CPU lane loses as usual need not be one in which copies do."""
+    lost, rates = iter((0.58, 0.12, 0.16, 0.15, 0.3)), iter((0.9, 0.95, 0.5, 0.8, 0.7))
+    part = 1e-9 * cuda_beside.COPIES * 4096
     store = random_store(layers=1, experts=4, formats="q8_0", hidden=256, intermediate=256)
     with open_gpu_scheduler(store) as scheduler:
         runner = scheduler._runner
-        monkeypatch.setattr(cuda_beside.Beside, "run", lambda self, *others: together._replace(lost=next(lost)))
+        monkeypatch.setattr(
+            cuda_beside.Beside,
+            "run",
+            lambda self, *_: cuda_beside.Together(10.0, 1.0, next(lost), [next(rates) / part]),
+        )
         copies = cuda_copies.CopyProbe(runner)
+        copies.most = 4096
+        monkeypatch.setattr(copies, "rate", lambda nbytes: 1.0)
         found = cuda_beside.measure_beside(runner, copies, [0], 1, int(store.layers[0].layout.expert_nbytes))
         copies.close()
-    assert found["cpu_slowdown"] == 0.16
+    assert found == {"both_gb_s": pytest.approx(10.8), "link_slowdown": pytest.approx(0.2), "cpu_slowdown": 0.16}
+
+
+def test_pauses_before_steps_do_not_count(played, monkeypatch):
+    """A step takes as long as without them; the graph's pauses are what was asked for, about."""
+    monkeypatch.setattr(cuda_step_probe, "STEPS", 2)
+    monkeypatch.setattr(cuda_step_probe, "SLOW_US", 1e9)
+    store = random_store(layers=1, experts=4, formats="q8_0", hidden=256, intermediate=256)
+    with open_gpu_scheduler(store) as scheduler:
+        runner = scheduler._runner
+        where = runner.driver, runner.device.work_stream
+        monkeypatch.setattr(gpu_pause, "_time_us", lambda *_: 1e-3 * gpu_pause.PAUSE_CYCLES)  # however busy we are
+        probe = cuda_step_probe.StepProbe(runner, [0], 1, pause=make_pause(*where, 2e4))
+        assert 1.5e4 < probe.pause_us
+        assert probe.us(4) < probe.graph.run() - 1e4
+        probe.close()
