@@ -150,8 +150,24 @@ def together(steps, tokens=TOKENS):
         row(f"{name}: {both:.1f} us, alone {alone}; beyond the longer", both - max(hits, misses), 10.0)
 
 
+def probed_gb_s(steps, count):
+    """What the probe of all lanes together reaches: copies, reads in place and steps of the CPU lane, their sum."""
+    from trilane.cuda_beside import measure_together
+    from trilane.cuda_copies import CopyProbe
+    from trilane.cuda_step_probe import layers_like
+    from trilane.gpu_kernels.pinned_reader import PinnedReader
+
+    runner, pinned, nbytes = steps.runner, steps.runner.device.pinned, steps.expert_nbytes
+    with (
+        contextlib.closing(CopyProbe(runner)) as copies,
+        contextlib.closing(PinnedReader(runner.driver, pinned.address, pinned.pinned_nbytes, nbytes)) as reader,
+    ):
+        rates = measure_together(runner, copies, reader, layers_like(runner, 0), count, nbytes)["together_gb_s"]
+    return sum(rates.values())
+
+
 def joint(steps, tokens=TOKENS):
-    """Link and CPU lane at once against what memory gives both (joint_rate.py)."""
+    """Link and CPU lane at once against what memory gives both (joint_rate.py), and against the product's own probe."""
     from benchmarks.joint_rate import measure_joint_rate
 
     most = min(SHAPE["top_k"], steps.store.layers[0].num_experts // 2)
@@ -162,6 +178,8 @@ def joint(steps, tokens=TOKENS):
     rate = measure_joint_rate(steps.runner.driver, steps.runner.num_threads, most_nbytes=steps.store.nbytes)
     name = f"lanes together, {most} misses split: {gb_s:.1f} of {rate.both:.1f} GB/s ({rate.cpu_together:.1f} CPU"
     row(f"{name}, {rate.link_together:.1f} link)", gb_s / rate.both, 0.9, ">=", "")
+    probed = probed_gb_s(steps, most)
+    row(f"the same over the probe of all lanes together ({probed:.1f} GB/s)", gb_s / probed, 0.9, ">=", "")
     slope = steps.expert_nbytes / line_of(counts, us)[1] / 1e3
     row(
         f"the same by each further miss: {slope:.1f} GB/s (what a step begins with left out)",

@@ -15,7 +15,7 @@ from trilane.random_store import StepShape, random_store
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from benchmarks import cuda_acceptance
+from benchmarks import cuda_acceptance, joint_rate
 
 SHAPE = {"hidden": 256, "intermediate": 256, "num_experts": 4, "top_k": 2, "format": "q8_0"}
 
@@ -49,6 +49,19 @@ def test_lanes_and_overlap_print_their_lines(rows):
     assert {"a step that names no expert", "in place, no fill: us before the first expert"} <= set(found)
     beyond = rows(cuda_acceptance.together, 0.5)
     assert len(beyond) == 4 and all(line.startswith("1 hits and 1 misses") for line in beyond)
+
+
+def test_lanes_together_are_held_against_two_rates(rows, monkeypatch):
+    """Of memory, and of the probe, which is played here, too."""
+    from trilane import cuda_beside
+
+    monkeypatch.setattr(joint_rate, "measure_joint_rate", lambda *_, **__: joint_rate.JointRate(9.0, 5.0, 8.0, 4.0))
+    for name, value in dict(BESIDE_S=1e-3, READING=(1, 1, 1), MOST_PARTS=4).items():
+        monkeypatch.setattr(cuda_beside, name, value)
+    found = rows(cuda_acceptance.joint, 0.5)
+    judged = {line.split(" (")[0].split(":")[0]: row for line, row in found.items() if row["goal"] == 0.9}
+    assert list(judged) == ["lanes together, 2 misses split", "the same over the probe of all lanes together"]
+    assert all(row["figure"] > 0 for row in judged.values())
 
 
 def test_predictions_are_judged(monkeypatch, capsys):
