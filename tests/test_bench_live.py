@@ -44,7 +44,7 @@ def test_a_cell_has_all_its_rows_and_the_same_outputs(monkeypatch, capsys, cell)
     bench_live.report("tiny", cell, turns)
     rows = {row["line"]: row for row in map(json.loads, capsys.readouterr().out.splitlines())}
     goals = [row["goal"] for row in rows.values() if row["goal"] is not None]
-    assert goals == [cell.goal, cell.goal, 0.1, 0.1, 0] and len(rows) == 11
+    assert goals == [cell.goal, cell.goal, 0.1, 0.1, 0] and len(rows) == 13
     assert rows["tiny: rounds whose last outputs differ between the policies"]["figure"] == 0
     assert all(np.isfinite(row["figure"]) for row in rows.values())
     raw = json.loads(bench_live.raw_line("tiny", cell, turns, profile))
