@@ -188,9 +188,8 @@ def measure_beside(
             with contextlib.closing(_copies_ahead(copies, alone)) as ahead:
                 found = steps.run(ahead)
             copied = 1e-9 * COPIES * copies.most * found.parts_s[0]
-            beside = (
-                max(0.0, copied - alone * (1 - found.busy)) / found.busy
-            )  # while the lane worked; else they ran alone
+            # While the lane worked; else they ran alone.
+            beside = max(0.0, copied - alone * (1 - found.busy)) / found.busy
             both, link = beside + found.cpu_gb_s / found.busy, _part(1 - beside / alone)
             rounds.append({"both_gb_s": both, "link_slowdown": link, "cpu_slowdown": found.lost})
     return {name: float(np.median([one[name] for one in rounds])) for name in rounds[0]}
