@@ -356,15 +356,33 @@ def test_what_the_lanes_lose_beside_each_other_is_the_middle_of_some_rounds(play
 
 
 def test_pauses_before_steps_do_not_count(played, monkeypatch):
-    """A step takes as long as without them; the graph's pauses are what was asked for, about."""
+    """Each step has one; how long it is comes off the steps' time, whatever that was asked for."""
     monkeypatch.setattr(cuda_step_probe, "STEPS", 2)
     monkeypatch.setattr(cuda_step_probe, "SLOW_US", 1e9)
+    run = cuda_step_probe.StepGraph.run
+
+    def told(graph):
+        run(graph)
+        return 30.0 + 12.0 * (len(graph._encoded.words) == 5 * len(graph.steps))  # and not four launches a step
+
     store = random_store(layers=1, experts=4, formats="q8_0", hidden=256, intermediate=256)
     with open_gpu_scheduler(store) as scheduler:
         runner = scheduler._runner
-        where = runner.driver, runner.device.work_stream
-        monkeypatch.setattr(gpu_pause, "_time_us", lambda *_: 1e-3 * gpu_pause.PAUSE_CYCLES)  # however busy we are
-        probe = cuda_step_probe.StepProbe(runner, [0], 1, pause=make_pause(*where, 2e4))
-        assert 1.5e4 < probe.pause_us
-        assert probe.us(4) < probe.graph.run() - 1e4
+        pause, calls = make_pause(runner.driver, runner.device.work_stream, 10.0), runner.driver.calls
+        before = calls["pause_cycles"]
+        monkeypatch.setattr(cuda_step_probe.StepGraph, "run", told)
+        probe = cuda_step_probe.StepProbe(runner, [0], 1, pause=pause)
+        assert (probe.pause_us, probe.us(4)) == (12.0, 30.0) and calls["pause_cycles"] > before
         probe.close()
+
+
+def test_a_pause_takes_about_as_long_as_asked_for(played, monkeypatch):
+    """In cycles, of which a known number is timed."""
+    store = random_store(layers=1, experts=4, formats="q8_0", hidden=256, intermediate=256)
+    with open_gpu_scheduler(store) as scheduler:
+        where = scheduler._runner.driver, scheduler._runner.device.work_stream
+        assert gpu_pause._time_us(*where, make_pause(*where, 1e4)) > 0
+        monkeypatch.setattr(gpu_pause, "_time_us", lambda *_: 500.0)
+        cycles = where[0].launches[len(where[0].launches)][1].arguments
+        make_pause(*where, 50.0)
+        assert where[0].launches[len(where[0].launches)][1].arguments == (gpu_pause.PAUSE_CYCLES // 10,) != cycles
