@@ -80,19 +80,24 @@ def copy_gb_s(steps, count=64, samples=5):
     return float(np.median(found))
 
 
+def open_reader(steps):
+    """The reading kernel, an expert at a time, for a with statement."""
+    from trilane.gpu_kernels.pinned_reader import PinnedReader
+
+    pinned = steps.runner.device.pinned
+    return contextlib.closing(
+        PinnedReader(steps.runner.driver, pinned.address, pinned.pinned_nbytes, steps.expert_nbytes)
+    )
+
+
 def read_gb_s(steps):
     """GB/s of the reading kernel with 8 experts in flight; None where the driver is not NVIDIA's."""
     from trilane.gpu_kernels.driver import CudaDriver
-    from trilane.gpu_kernels.pinned_reader import PinnedReader
 
     if not isinstance(steps.runner.driver, CudaDriver):
         return None
-    pinned = steps.runner.device.pinned
-    reader = PinnedReader(steps.runner.driver, pinned.address, pinned.pinned_nbytes, steps.expert_nbytes)
-    try:
+    with open_reader(steps) as reader:
         return reader.gb_s(8)
-    finally:
-        reader.close()
 
 
 # ------------------------------------------------------------------------------------------------- the parts
@@ -155,15 +160,10 @@ def probed_gb_s(steps, count):
     from trilane.cuda_beside import measure_together
     from trilane.cuda_copies import CopyProbe
     from trilane.cuda_step_probe import layers_like
-    from trilane.gpu_kernels.pinned_reader import PinnedReader
 
-    runner, pinned, nbytes = steps.runner, steps.runner.device.pinned, steps.expert_nbytes
-    with (
-        contextlib.closing(CopyProbe(runner)) as copies,
-        contextlib.closing(PinnedReader(runner.driver, pinned.address, pinned.pinned_nbytes, nbytes)) as reader,
-    ):
-        rates = measure_together(runner, copies, reader, layers_like(runner, 0), count, nbytes)["together_gb_s"]
-    return sum(rates.values())
+    runner, rest = steps.runner, (layers_like(steps.runner, 0), count, steps.expert_nbytes)
+    with contextlib.closing(CopyProbe(runner)) as copies, open_reader(steps) as reader:
+        return sum(measure_together(runner, copies, reader, *rest)["together_gb_s"].values())
 
 
 def joint(steps, tokens=TOKENS):

@@ -169,16 +169,16 @@ def take_told(wire, record, hidden):
                 set_word(record + BS32, pair // 8, sums32)
                 sums32 = np.int64(0)
         scale = load_at(told - 8) & LOW
-        set_word(record + D, 0, np.int64(1) << 32 if scale == TOLD_BAD else scale)
+        set_word(record + D, 0, np.int64(1) << 32 if scale == TOLD_BAD else scale)  # d, and behind it bad
         set_word(record + D, 1, 0)
         record += RECORD_NBYTES
     return True
 
 
 @compiled
-def sum_of_bytes(word):
+def sum_of_bytes(elements):
     """The sum of a word's eight signed bytes."""
-    shifted = word ^ SIGNS  # each byte and 128 more
+    shifted = elements ^ SIGNS  # each byte and 128 more
     pairs = (shifted & EVEN_BYTES) + ((shifted >> 8) & EVEN_BYTES)
     return (((pairs * ONES) >> 48) & 0xFFFF) - 8 * 128
 

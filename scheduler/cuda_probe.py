@@ -19,11 +19,14 @@ from trilane.cuda_copies import CopyProbe
 from trilane.cuda_machine import cuda_machine
 from trilane.cuda_runner import CudaRunner
 from trilane.cuda_step_probe import StepProbe, hit_us, lane_us, layers_like, planned_with
+from trilane.gpu_kernels.driver import Encoded
+from trilane.gpu_pause import make_pause
 from trilane.layer_rates import layer_formats
 from trilane.plan import make_options
 from trilane.profile import Curve, MachineProfile
 
 MAX_EXPERTS = 8
+PAUSE_US = 50.0  # before a step with misses
 BATCH_ROWS = 16
 
 
@@ -115,19 +118,20 @@ def kind_of(runner: CudaRunner, layer: int, formats: Iterable[str], quick: bool 
 
 def measure_kind(runner: CudaRunner, kind: Kind, streams: bool) -> KindTimes:
     """Steps of a kind on each lane; streamed ones too if ``streams``, where slots are too few for all experts."""
-    us = _misses_us(runner, kind, streams)
+    pause = make_pause(runner.driver, runner.device.work_stream, PAUSE_US)
+    us = _misses_us(runner, kind, streams, pause)
     us["hit"] = hit_us(runner, kind.layers, kind.counts)
     # Others on the machine make times longer and never shorter, for a while: the better of two passes counts.
-    again = _misses_us(runner, kind, streams)
+    again = _misses_us(runner, kind, streams, pause)
     us |= {lane: list(map(min, us[lane], times)) for lane, times in again.items()}
     rows = min(BATCH_ROWS, runner.max_rows(1))
     return KindTimes(kind, us, _row_us(runner, kind, rows), rows, runner.num_threads)
 
 
-def _misses_us(runner: CudaRunner, kind: Kind, streams: bool) -> dict[str, list[float]]:
-    """us of steps by lane and number of missing experts."""
-    us = {lane: lane_us(runner, kind.layers, kind.counts, lane) for lane in ("zero_copy", "cpu")}
-    if streams and (streamed := lane_us(runner, kind.layers, kind.counts, "stream", fills=True)):
+def _misses_us(runner: CudaRunner, kind: Kind, streams: bool, pause: Encoded) -> dict[str, list[float]]:
+    """us of steps by lane and number of missing experts, each behind a pause."""
+    us = {lane: lane_us(runner, kind.layers, kind.counts, lane, pause=pause) for lane in ("zero_copy", "cpu")}
+    if streams and (streamed := lane_us(runner, kind.layers, kind.counts, "stream", fills=True, pause=pause)):
         us["stream"] = streamed
     return us
 

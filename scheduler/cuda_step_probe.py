@@ -16,7 +16,6 @@ import numpy as np
 from trilane.cuda_runner import CudaRunner
 from trilane.cuda_step_graph import GraphStep, StepGraph
 from trilane.gpu_kernels.driver import Encoded
-from trilane.gpu_pause import make_pause
 from trilane.layer_rates import layer_formats
 from trilane.plan import Options, make_options
 
@@ -24,7 +23,6 @@ STEPS = 16  # of a graph; 1 where one of them takes longer than SLOW_US
 SLOW_US = 5e3
 SAMPLES = 7
 ENOUGH_S = 0.03  # of samples of one kind
-PAUSE_US = 50.0  # before a step with misses
 
 
 @contextlib.contextmanager
@@ -111,14 +109,19 @@ class StepProbe:
 
 
 def lane_us(
-    runner: CudaRunner, layers: Sequence[int], counts: Sequence[int], lane: str, fills: bool = False
+    runner: CudaRunner,
+    layers: Sequence[int],
+    counts: Sequence[int],
+    lane: str,
+    fills: bool = False,
+    pause: Encoded | None = None,
 ) -> list[float]:
-    """us of steps with so many missing experts, all on one lane.
+    """us of steps with so many missing experts, all on one lane, each behind the pause if there is one.
 
     With ``fills`` what is missed is kept, and replaces what is there; then only counts up to the first of which some
     would be found in slots again.
     """
-    found, pause = [], make_pause(runner.driver, runner.device.work_stream, PAUSE_US)
+    found = []
     for count in counts:
         runner.reset()
         options = make_options(force=lane, fills=fills)

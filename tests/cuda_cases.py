@@ -153,7 +153,11 @@ class LayerOnDevice:
         what = (self.layout, self.layer, self.step, self._progress(plan), self.max_items)
         if plan:
             return launches.plan_launch(*what, self.at["plan_list"].address, self.at["updates"].address)
-        return launches.hit_launch(*what, most_shared=launches.whole_nbytes(self.backend.multiprocessor_shared_nbytes))
+        return launches.hit_launch(*what, most_shared=self.most_shared)
+
+    @property
+    def most_shared(self):
+        return launches.whole_nbytes(self.backend.multiprocessor_shared_nbytes)
 
     def finish(self):
         """The plan's part of a step, after `write_plan`."""

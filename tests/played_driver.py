@@ -172,6 +172,8 @@ class PlayedDriver:
         Copies that were made (destination, source, bytes), and addresses that streams wrote a value to.
     """
 
+    multiprocessor_shared_nbytes = Shim.multiprocessor_shared_nbytes
+
     def __init__(self, vram_nbytes=1 << 40, pin_nbytes=1 << 40, copy_s=0.0):
         self.vram_nbytes, self.pin_nbytes, self.copy_s = vram_nbytes, pin_nbytes, copy_s
         self.table, self.context = make_table(calls()), 1
@@ -288,8 +290,6 @@ class PlayedDriver:
         ctypes.memmove(destination, source, nbytes)
 
     # -------------------------------------------------------------------------------------------- kernels
-    multiprocessor_shared_nbytes = 228 << 10
-
     def load_kernels(self, variant):
         self.kernels.append(Shim(variant))
         return len(self.kernels) - 1

@@ -164,7 +164,7 @@ class Token:
         hits, plan = device._progress(0), device._progress(1)
         self.launches = [
             launches.publish_launch(device.layer, step),
-            launches.hit_launch(*parts, hits, items, most_shared=launches.whole_nbytes(228 << 10)),
+            launches.hit_launch(*parts, hits, items, most_shared=device.most_shared),
             launches.plan_launch(*parts, plan, items, *lists, wait=True),
             launches.combine_launch(device.layer, step, hits, plan),
         ]
